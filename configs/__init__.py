@@ -1,0 +1,1 @@
+"""Settings: schema, presets, loading. The bottom layer."""

@@ -1,0 +1,1 @@
+"""HTTP, Ray Serve and the command line: the only package that imports ray."""

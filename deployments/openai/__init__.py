@@ -1,0 +1,1 @@
+"""The OpenAI dialect: bodies, errors, streams. Pure."""

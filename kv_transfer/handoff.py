@@ -1,0 +1,99 @@
+"""What prefill and decode say to each other about a hand-off: frozen values, no behaviour.
+
+Every message names the transfer by `TransferKey`, so that a retry (epoch) or a restarted process
+(incarnation) can never be mistaken for the attempt that a message belonged to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kv_transfer.geometry import BlockId, LogicalBlock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerInfo:
+    """One worker process, as its peers must know it before they exchange a byte of KV."""
+
+    worker_id: str
+    """Stable name for people and metrics, e.g. `prefill-0`."""
+    incarnation: str
+    """New for every process start (uuid hex): a restart under the same address is another peer."""
+    fingerprint: str
+    """`KVLayout.fingerprint` of the pool."""
+    bytes_per_block: int
+    block_size: int
+    max_model_len: int
+    """The window, in tokens."""
+    pool_tokens: int
+    """Tokens that the whole pool holds; never below max_model_len (INV-POOL-WINDOW)."""
+    endpoints: tuple[tuple[str, str], ...] = ()
+    """(transport name, address) pairs at which blocks can be fetched; empty on a pure receiver."""
+
+    def endpoint(self, transport: str) -> str | None:
+        """Address for a transport, or None if the worker does not offer it."""
+        return dict(self.endpoints).get(transport)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferKey:
+    """Identity of one attempt to move one sequence's KV from one process to another."""
+
+    transfer_id: str
+    """Made by the decode worker (uuid hex), never taken from a client."""
+    epoch: int
+    """Grows with every attempt of the same request; a lower one is refused."""
+    prefill_incarnation: str
+    decode_incarnation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantedBlock:
+    """One finished block that decode may read while the lease lives."""
+
+    logical: LogicalBlock
+    block_id: BlockId
+    generation: int
+    """Of the block at grant time; freeing bumps it, which makes the transfer INVALID (INV-GEN)."""
+    valid_tokens: int
+    """Tokens with KV in it: block_size for all but the last block of the prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    """What prefill sampled at the end of the prompt; travels in the last grant."""
+
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """Blocks that became final since the grant before; `first` is set on the last one only."""
+
+    sequence_number: int
+    """0, 1, 2 ... within the transfer: a lost or repeated grant shows."""
+    blocks: tuple[GrantedBlock, ...]
+    first: FirstToken | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the whole prompt is granted with this one."""
+        return self.first is not None
+
+
+class Verdict(Enum):
+    """The owner's answer to confirm: were all granted blocks untouched until now?"""
+
+    VALID = "valid"
+    INVALID = "invalid"
+
+
+class ReleaseReason(Enum):
+    """Why prefill's pins of a transfer ended."""
+
+    CONFIRMED = "confirmed"
+    RELEASED = "released"
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+    PEER_LOST = "peer_lost"

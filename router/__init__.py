@@ -1,0 +1,1 @@
+"""Which model pool serves an agent step. Pure."""

@@ -1,0 +1,1 @@
+"""Prefill and decode workers: engine plus hand-off. Knows neither ray nor HTTP."""

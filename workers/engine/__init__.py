@@ -1,0 +1,1 @@
+"""One model, one block pool, one step loop."""

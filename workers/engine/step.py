@@ -1,0 +1,54 @@
+"""What one engine step does and what came back: the border between deciding and doing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NewType
+
+from kv_transfer.geometry import BlockId
+from workers.engine.sampling_params import SamplingParams
+
+SequenceId = NewType("SequenceId", int)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledSequence:
+    """One sequence's share of a step: KV is computed for `token_ids` from `start` on."""
+
+    sequence_id: SequenceId
+    token_ids: tuple[int, ...]
+    start: int
+    """Position of the first of them = tokens of the sequence that have KV before the step."""
+    block_ids: tuple[BlockId, ...]
+    """The block table; covers at least start + len(token_ids) tokens."""
+    sampling: SamplingParams | None
+    """None for a prompt chunk that is not the last: nothing is sampled."""
+    num_output_tokens: int = 0
+    """Output tokens before this step (min_tokens counts them)."""
+
+    @property
+    def end(self) -> int:
+        """Position after the last input token = position of the token sampled here."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Sequences that run together in one step, decodes first."""
+
+    step_id: int
+    sequences: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the forward pass."""
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Sampled tokens of a step, for the sequences that sampled."""
+
+    step_id: int
+    token_ids: Mapping[SequenceId, int]

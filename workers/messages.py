@@ -1,0 +1,118 @@
+"""What Front, decode and prefill workers say to each other about requests. Frozen, picklable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kv_transfer.handoff import PeerInfo, TransferKey
+from workers.engine.sampling_params import SamplingParams
+
+
+class FinishReason(Enum):
+    """Why a sequence ended by itself."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class FailureCode(Enum):
+    """Why a request ended without finishing; Front turns each into a status or an error event."""
+
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    QUEUE_FULL = "queue_full"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    WORKER_LOST = "worker_lost"
+    WORKER_STOPPING = "worker_stopping"
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One sequence to generate; a client's request with n choices makes n of them."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    attempt: int = 0
+    """Grows when Front sends the same sequence again; frames carry it back."""
+    timeout_s: float | None = None
+    """Time left until the client's deadline, as a duration: clocks of hosts differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFrame:
+    """Output tokens that became known since the frame before."""
+
+    attempt: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The last frame of a sequence that ended by itself."""
+
+    attempt: int
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    prefilled_by: str = ""
+    """worker_id of the worker that computed the prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The last frame of a sequence that did not finish; nothing comes after it."""
+
+    attempt: int
+    code: FailureCode
+    message: str
+    retry_after_s: float | None = None
+
+
+GenerateEvent = TokenFrame | Finished | Failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRequest:
+    """Decode asks prefill to compute a prompt's KV and sample its first token.
+
+    The prefill worker that takes it completes (transfer_id, epoch) to a `TransferKey`.
+    """
+
+    request_id: str
+    transfer_id: str
+    epoch: int
+    decode: PeerInfo
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillAccepted:
+    """The first answer: the lease runs from here on; grants come over the link to `peer`."""
+
+    key: TransferKey
+    peer: PeerInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillEnded:
+    """The last answer: prefill holds nothing for the request any more."""
+
+    key: TransferKey
+    outcome: str
+    """A `ReleaseReason` value, or the failure in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRefused:
+    """The only answer of a worker that does not take the request; it holds nothing."""
+
+    code: FailureCode
+    message: str
+
+
+PrefillEvent = PrefillAccepted | PrefillEnded | PrefillRefused

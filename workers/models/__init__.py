@@ -1,0 +1,1 @@
+"""Where models come from: sources, cache, conversion, loading."""
