@@ -34,6 +34,8 @@ class GenerateRequest:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    priority: int = 0
+    """Lower is served earlier; waiting improves it."""
     attempt: int = 0
     """Grows when Front sends the same sequence again; frames carry it back."""
     timeout_s: float | None = None
