@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType
 
 from kv_transfer.geometry import BlockId
@@ -52,3 +52,5 @@ class StepResult:
 
     step_id: int
     token_ids: Mapping[SequenceId, int]
+    failed: Mapping[SequenceId, str] = field(default_factory=dict)
+    """Sequences whose logits were not finite, with the reason: no token of theirs may be used."""
