@@ -1,0 +1,365 @@
+"""Sizes a deployment from settings and a model's facts, and says which invariants that satisfies.
+
+Pure: `baton check` prints the plan, `baton serve` deploys it, and a worker at its start enforces
+the same checks with the same sentences. Nothing is clamped: a pool that is too small stays too
+small here and fails its check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Literal
+
+from configs.schema import EngineSettings, ModelSettings, Settings
+from kv_transfer.geometry import KVLayout
+from kv_transfer.handoff import PeerInfo
+from workers.errors import PoolTooSmallError, WorkerError
+
+__all__ = [
+    "INV_POOL_WINDOW",
+    "Check",
+    "DeploymentPlan",
+    "ModelFacts",
+    "Outcome",
+    "Role",
+    "WorkerPlan",
+    "check_link",
+    "check_pool_window",
+    "check_window",
+    "enforce",
+    "format_bytes",
+    "plan",
+    "resolve_dtype",
+]
+
+Role = Literal["decode", "prefill"]
+
+INV_POOL_WINDOW = "INV-POOL-WINDOW"
+
+_FLOOR_TOKENS: Mapping[Role, int] = MappingProxyType({"decode": 49_152, "prefill": 0})
+"""Tokens of a pool that nobody sized, where two windows are less: decode holds every running
+sequence (48k tokens are 16 of 3k), prefill only prompts on their way out."""
+
+_DEFAULT_WINDOWS = 2
+"""Full windows in a pool that nobody sized: with one, a single long request would block all."""
+
+
+class Outcome(Enum):
+    """What a check found."""
+
+    HOLDS = "holds"
+    FAILS = "fails"
+    WARNS = "warns"
+    """Not known to hold, but no reason to refuse the start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One invariant or rule, checked: its id, what was found, and a sentence with the numbers."""
+
+    id: str
+    outcome: Outcome
+    sentence: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether a deployment may start in spite of it."""
+        return self.outcome is not Outcome.FAILS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What planning needs to know of a model, in the form in which it will be served."""
+
+    digest: str
+    context_length: int
+    """The model's own window, in tokens."""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    """Of the KV cache: "fp32" or "bf16"."""
+    element_bytes: int
+    vocab_size: int
+    weight_bytes: int | None = None
+    """Of one worker's copy in that dtype; None where it is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """What every worker of one role is started with."""
+
+    role: Role
+    replicas: int
+    threads: int
+    num_blocks: int
+    pool_tokens: int
+    pool_bytes: int
+    full_windows: int
+    """Requests of a whole window that the pool holds at once."""
+    max_sequences: int
+    step_tokens: int
+    prefill_chunk_tokens: int
+    queue_limit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentPlan:
+    """Sizes of a whole deployment and the checks that it was put through."""
+
+    layout: KVLayout
+    window: int
+    """max_model_len: tokens of a request at most, prompt and output together."""
+    workers: tuple[WorkerPlan, ...]
+    """One plan for each role there is, decode first."""
+    checks: tuple[Check, ...]
+
+    @property
+    def decode(self) -> WorkerPlan:
+        """The plan of the decode workers."""
+        return self.workers[0]
+
+    @property
+    def prefill(self) -> WorkerPlan | None:
+        """The plan of the prefill workers; None when colocated."""
+        return self.workers[1] if len(self.workers) > 1 else None
+
+    @property
+    def total_pool_bytes(self) -> int:
+        """KV bytes of all workers."""
+        return sum(worker.replicas * worker.pool_bytes for worker in self.workers)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing speaks against starting."""
+        return all(check.ok for check in self.checks)
+
+
+def resolve_dtype(model: ModelSettings) -> tuple[str, int]:
+    """The dtype that weights and KV get ("fp32" or "bf16") and the bytes of one element."""
+    dtype = model.dtype
+    if dtype == "auto":
+        dtype = "fp32" if model.device == "cpu" else "bf16"
+    return dtype, 4 if dtype == "fp32" else 2
+
+
+def plan(
+    settings: Settings, facts: ModelFacts, *, cores: int, available_bytes: int | None = None
+) -> DeploymentPlan:
+    """Size every pool and check the result; a plan that must not start has `ok` False.
+
+    `cores` and `available_bytes` are those of the one host that all workers share; None is memory
+    that is not known, which gives a warning.
+    """
+    layout = _layout(facts, block_size=settings.kv.block_size)
+    window = settings.model.max_model_len or facts.context_length
+    pools = _pools(settings)
+    num_workers = sum(pool.replicas for pool in pools)
+    sizer = _Sizer(layout=layout, window=window, threads=max(1, cores // num_workers))
+    workers = tuple(sizer.worker(pool) for pool in pools)
+    checks = [
+        check_window(window=window, context_length=facts.context_length),
+        # What was asked for counts, not the whole blocks that it was rounded up to: 8191 tokens are
+        # below a window of 8192 even if the last block has room for one more.
+        *(
+            check_pool_window(
+                pool.role, pool_tokens=pool.engine.pool_tokens or worker.pool_tokens, window=window
+            )
+            for pool, worker in zip(pools, workers, strict=True)
+        ),
+        *(check_link(sizer.peer(workers[0]), sizer.peer(worker)) for worker in workers[1:]),
+        _check_memory(workers, facts.weight_bytes, available_bytes),
+        _check_cores(workers, cores),
+    ]
+    return DeploymentPlan(layout=layout, window=window, workers=workers, checks=tuple(checks))
+
+
+def enforce(checks: Iterable[Check]) -> None:
+    """Refuse to start with the first failed check's sentence.
+
+    Raises PoolTooSmallError where it is INV-POOL-WINDOW, otherwise WorkerError.
+    """
+    for check in checks:
+        if not check.ok:
+            error = PoolTooSmallError if check.id == INV_POOL_WINDOW else WorkerError
+            raise error(f"{check.id}: {check.sentence}")
+
+
+def check_window(*, window: int, context_length: int) -> Check:
+    """The window is one that the model was trained for."""
+    if window <= context_length:
+        sentence = f"The window of {window} tokens is within the model's {context_length}."
+        return Check(id="WINDOW", outcome=Outcome.HOLDS, sentence=sentence)
+    sentence = (
+        f"The window is set to {window} tokens, but the model knows {context_length}: lower "
+        "model.max_model_len."
+    )
+    return Check(id="WINDOW", outcome=Outcome.FAILS, sentence=sentence)
+
+
+def check_pool_window(role: Role, *, pool_tokens: int, window: int) -> Check:
+    """INV-POOL-WINDOW: one worker's pool holds at least one request of a full window."""
+    if pool_tokens >= window:
+        sentence = f"The {role} pool holds {pool_tokens} tokens, the window is {window}."
+        return Check(id=INV_POOL_WINDOW, outcome=Outcome.HOLDS, sentence=sentence)
+    sentence = (
+        f"The {role} pool holds {pool_tokens} tokens, but one request may take the window of "
+        f"{window}: size {role}.engine for at least {window} tokens or lower model.max_model_len."
+    )
+    return Check(id=INV_POOL_WINDOW, outcome=Outcome.FAILS, sentence=sentence)
+
+
+def check_link(decode: PeerInfo, prefill: PeerInfo) -> Check:
+    """INV-POOL-WINDOW: two workers may hand over only with one layout, one window, held by both."""
+    problem = _link_problem(decode, prefill)
+    if problem is None:
+        sentence = (
+            f"{decode.worker_id} ({decode.pool_tokens} tokens) and {prefill.worker_id} "
+            f"({prefill.pool_tokens}) both hold the window of {decode.max_model_len}; layout "
+            f"{decode.fingerprint[:8]}."
+        )
+        return Check(id=INV_POOL_WINDOW, outcome=Outcome.HOLDS, sentence=sentence)
+    sentence = f"{decode.worker_id} cannot take KV from {prefill.worker_id}: {problem}."
+    return Check(id=INV_POOL_WINDOW, outcome=Outcome.FAILS, sentence=sentence)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """A size for people: 45.0 KiB, 2.11 GiB."""
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    digits = 0 if unit == "B" else 2 if size < 10 else 1
+    return f"{size:.{digits}f} {unit}"
+
+
+def _layout(facts: ModelFacts, *, block_size: int) -> KVLayout:
+    return KVLayout(
+        model_digest=facts.digest,
+        dtype=facts.dtype,
+        element_bytes=facts.element_bytes,
+        num_layers=facts.num_layers,
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        block_size=block_size,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pool:
+    """What the settings say about one role."""
+
+    role: Role
+    replicas: int
+    engine: EngineSettings
+
+
+def _pools(settings: Settings) -> list[_Pool]:
+    """The roles there are, decode first."""
+    decode, prefill = settings.decode, settings.prefill
+    pools = [_Pool(role="decode", replicas=decode.replicas, engine=decode.engine)]
+    if prefill is not None:
+        pools.append(_Pool(role="prefill", replicas=prefill.replicas, engine=prefill.engine))
+    return pools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizer:
+    """What the sizes of all roles depend on."""
+
+    layout: KVLayout
+    window: int
+    threads: int
+
+    def worker(self, pool: _Pool) -> WorkerPlan:
+        """Size one role's workers."""
+        engine = pool.engine
+        num_blocks = self._num_blocks(pool.role, engine)
+        return WorkerPlan(
+            role=pool.role,
+            replicas=pool.replicas,
+            threads=engine.threads or self.threads,
+            num_blocks=num_blocks,
+            pool_tokens=num_blocks * self.layout.block_size,
+            pool_bytes=num_blocks * self.layout.bytes_per_block,
+            full_windows=num_blocks // self.layout.blocks_for(self.window),
+            max_sequences=engine.max_sequences,
+            step_tokens=engine.step_tokens,
+            prefill_chunk_tokens=engine.prefill_chunk_tokens,
+            queue_limit=engine.queue_limit,
+        )
+
+    def peer(self, worker: WorkerPlan) -> PeerInfo:
+        """How a worker of the role will present itself to its peers."""
+        return PeerInfo(
+            worker_id=worker.role,
+            incarnation="",  # there is no process yet
+            fingerprint=self.layout.fingerprint,
+            bytes_per_block=self.layout.bytes_per_block,
+            block_size=self.layout.block_size,
+            max_model_len=self.window,
+            pool_tokens=worker.pool_tokens,
+        )
+
+    def _num_blocks(self, role: Role, engine: EngineSettings) -> int:
+        if engine.pool_bytes is not None:
+            return engine.pool_bytes // self.layout.bytes_per_block
+        if engine.pool_tokens is not None:
+            return self.layout.blocks_for(engine.pool_tokens)
+        windows = _DEFAULT_WINDOWS * self.layout.blocks_for(self.window)
+        return max(windows, self.layout.blocks_for(_FLOOR_TOKENS[role]))
+
+
+def _link_problem(decode: PeerInfo, prefill: PeerInfo) -> str | None:
+    """The first thing that the two disagree on or lack, with both numbers."""
+    if decode.fingerprint != prefill.fingerprint:
+        return f"their layouts differ ({decode.fingerprint} and {prefill.fingerprint})"
+    if decode.max_model_len != prefill.max_model_len:
+        return f"their windows differ ({decode.max_model_len} and {prefill.max_model_len})"
+    for peer in (decode, prefill):
+        if peer.pool_tokens < peer.max_model_len:
+            return (
+                f"{peer.worker_id} holds {peer.pool_tokens} tokens, but the window is "
+                f"{peer.max_model_len}"
+            )
+    return None
+
+
+def _check_memory(
+    workers: Sequence[WorkerPlan], weight_bytes: int | None, available_bytes: int | None
+) -> Check:
+    """All pools and weights fit the host at once, when full."""
+    pools = sum(worker.replicas * worker.pool_bytes for worker in workers)
+    weights = sum(worker.replicas for worker in workers) * (weight_bytes or 0)
+    total = pools + weights
+    needs = f"{format_bytes(pools)} of KV pools and {format_bytes(weights)} of weights"
+    if weight_bytes is None:
+        needs = f"{format_bytes(pools)} of KV pools and weights of a size that is not known"
+    if available_bytes is None:
+        sentence = f"The workers need {needs}; how much memory there is, is not known."
+        return Check(id="MEMORY", outcome=Outcome.WARNS, sentence=sentence)
+    if total <= available_bytes:
+        sentence = f"The workers need {needs}; {format_bytes(available_bytes)} are available."
+        return Check(id="MEMORY", outcome=Outcome.HOLDS, sentence=sentence)
+    sentence = (
+        f"The workers need {needs}, but only {format_bytes(available_bytes)} are available: size "
+        "the pools by decode.engine.pool_tokens and prefill.engine.pool_tokens, or lower "
+        "model.max_model_len."
+    )
+    return Check(id="MEMORY", outcome=Outcome.FAILS, sentence=sentence)
+
+
+def _check_cores(workers: Sequence[WorkerPlan], cores: int) -> Check:
+    """Every thread of a forward pass has a core."""
+    threads = sum(worker.replicas * worker.threads for worker in workers)
+    if threads <= cores:
+        sentence = f"The workers run {threads} threads on {cores} cores."
+        return Check(id="CORES", outcome=Outcome.HOLDS, sentence=sentence)
+    sentence = (
+        f"The workers run {threads} threads on {cores} cores: they will slow each other down."
+    )
+    return Check(id="CORES", outcome=Outcome.WARNS, sentence=sentence)
