@@ -5,6 +5,7 @@ WorkerError
 +-- PoolTooSmallError      the request, or the window, can never fit the pool (INV-POOL-WINDOW)
 +-- QueueFullError         no room now, and too many wait already
 +-- DeadlineExceededError  the request's time ran out
++-- StepFailedError        a step, or the request's part of it, broke; the worker goes on
 +-- WorkerStoppingError    the worker is draining or its engine has failed
 """
 
@@ -27,6 +28,10 @@ class QueueFullError(WorkerError):
 
 class DeadlineExceededError(WorkerError):
     """The request's deadline passed before it finished."""
+
+
+class StepFailedError(WorkerError):
+    """The step that the request took part in gave no token for it."""
 
 
 class WorkerStoppingError(WorkerError):
