@@ -5,6 +5,7 @@ WorkerError
 +-- PoolTooSmallError      the request, or the window, can never fit the pool (INV-POOL-WINDOW)
 +-- QueueFullError         no room now, and too many wait already
 +-- DeadlineExceededError  the request's time ran out
++-- UnsupportedModelError  the engine cannot run the model's architecture and would answer wrongly
 +-- StepFailedError        a step, or the request's part of it, broke; the worker goes on
 +-- WorkerStoppingError    the worker is draining or its engine has failed
 """
@@ -36,3 +37,7 @@ class StepFailedError(WorkerError):
 
 class WorkerStoppingError(WorkerError):
     """No new requests are taken."""
+
+
+class UnsupportedModelError(WorkerError):
+    """The engine's way of batching does not hold for this architecture: it must not be served."""
