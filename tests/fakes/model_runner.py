@@ -1,0 +1,78 @@
+"""A model runner without a model: the next token is a function of the tokens before it."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+
+from workers.engine.step import SequenceId, StepPlan, StepResult
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """The token that the fake model gives after token_ids; depends on every one of them."""
+    return zlib.crc32(repr(tuple(token_ids)).encode()) % 1000
+
+
+def generate(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What a sequence should sample, computed without an engine."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(next_token(token_ids))
+    return token_ids[len(prompt) :]
+
+
+class FakeModelRunner:
+    """Executes plans on a KV that is the token ids themselves, kept by slot.
+
+    Sampling reads the whole history back through the block table, so that a wrong start, block or
+    order shows as a wrong token, as it would with a model.
+    """
+
+    def __init__(self, *, block_size: int) -> None:
+        self._block_size = block_size
+        self._slots: dict[int, int] = {}
+        self.plans: list[StepPlan] = []
+        """Every plan executed, in order."""
+        self.errors: list[BaseException] = []
+        """Raised, first first, in place of the next steps."""
+        self.failed: dict[SequenceId, str] = {}
+        """Sequences that get no token, with the reason."""
+        self.gate: threading.Event | None = None
+        """If set to an event, each step waits for it."""
+        self.on_execute: Callable[[StepPlan], None] | None = None
+        """Called at the start of each step, in the runner's thread."""
+
+    def write(self, block_ids: Sequence[int], token_ids: Sequence[int], start: int = 0) -> None:
+        """Put KV into slots, as a step or a transfer does."""
+        for position, token_id in enumerate(token_ids, start):
+            self._slots[self._slot(block_ids, position)] = token_id
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Write every row's KV, then sample where the plan asks for it."""
+        self.plans.append(plan)
+        if self.on_execute is not None:
+            self.on_execute(plan)
+        if self.gate is not None:
+            assert self.gate.wait(10), "nobody opened the fake runner's gate"
+        if self.errors:
+            raise self.errors.pop(0)
+        sampled: dict[SequenceId, int] = {}
+        for entry in plan.sequences:
+            self.write(entry.block_ids, entry.token_ids, entry.start)
+            if entry.sampling is not None and entry.sequence_id not in self.failed:
+                sampled[entry.sequence_id] = next_token(self._read(entry.block_ids, entry.end))
+        failed = {
+            entry.sequence_id: self.failed[entry.sequence_id]
+            for entry in plan.sequences
+            if entry.sampling is not None and entry.sequence_id in self.failed
+        }
+        return StepResult(step_id=plan.step_id, token_ids=sampled, failed=failed)
+
+    def _read(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
+        return [self._slots[self._slot(block_ids, position)] for position in range(num_tokens)]
+
+    def _slot(self, block_ids: Sequence[int], position: int) -> int:
+        return block_ids[position // self._block_size] * self._block_size + (
+            position % self._block_size
+        )

@@ -1,0 +1,93 @@
+"""What a sequence's owner learns from the engine, in order; the last event ends the sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from kv_transfer.geometry import BlockId
+from workers.engine.step import SequenceId
+from workers.errors import WorkerError
+from workers.messages import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """The sequence holds all blocks that it can ever need."""
+
+    sequence_id: SequenceId
+    block_ids: tuple[BlockId, ...]
+    """The block table: prompt and output; the prompt alone for a prefill-only sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkComputed:
+    """A prompt chunk of a prefill-only sequence is in its blocks; the last chunk has one too."""
+
+    sequence_id: SequenceId
+    num_computed: int
+    """Leading prompt tokens that have KV now."""
+    block_ids: tuple[BlockId, ...]
+    """The whole block table, as in `Admitted`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptComputed:
+    """A prefill-only sequence is computed and HELD: its blocks are pinned until released.
+
+    Comes right after the `ChunkComputed` of the last chunk.
+    """
+
+    sequence_id: SequenceId
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensSampled:
+    """New output tokens; a stop token is never among them."""
+
+    sequence_id: SequenceId
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceFinished:
+    """The sequence ended by itself."""
+
+    sequence_id: SequenceId
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    """Sampled tokens, the stop token included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceReleased:
+    """A HELD sequence was released by its owner: its blocks are free."""
+
+    sequence_id: SequenceId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceAborted:
+    """The sequence was cancelled."""
+
+    sequence_id: SequenceId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceFailed:
+    """The sequence cannot go on."""
+
+    sequence_id: SequenceId
+    error: WorkerError
+
+
+TerminalEvent = SequenceFinished | SequenceReleased | SequenceAborted | SequenceFailed
+"""Each sequence gets exactly one of these, as its last event (INV-ONE-END)."""
+
+TERMINAL_EVENTS: Final = (SequenceFinished, SequenceReleased, SequenceAborted, SequenceFailed)
+"""The same, for isinstance."""
+
+Event = Admitted | ChunkComputed | PromptComputed | TokensSampled | TerminalEvent
+"""Everything that a sink can be called with."""

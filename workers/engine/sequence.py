@@ -1,0 +1,146 @@
+"""One token stream in an engine: its tokens, its blocks, and the states that it may go through.
+
+A `Sequence` is owned and changed by the scheduler alone; everybody else sees events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Final
+
+from kv_transfer.geometry import BlockId
+from workers.engine.sampling_params import SamplingParams
+from workers.engine.step import SequenceId
+
+
+class SequenceMode(Enum):
+    """What an engine is asked to do with a sequence."""
+
+    GENERATE = "generate"
+    """Compute the prompt's KV here, then decode."""
+    PREFILL_ONLY = "prefill_only"
+    """Compute the prompt's KV, sample one token, and keep the blocks until they are released."""
+    AWAIT_KV = "await_kv"
+    """The prompt's KV arrives from another worker; decode once it is published."""
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is between submission and its end."""
+
+    WAITING = "waiting"
+    """Has a ticket; holds no blocks."""
+    AWAITING_KV = "awaiting_kv"
+    """Holds its blocks, which a transfer may be writing to."""
+    QUARANTINED = "quarantined"
+    """A transfer failed; its blocks may still be written to until the fence."""
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    HELD = "held"
+    """Prefill-only and computed: the blocks are pinned for a reader."""
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+TERMINAL: Final = frozenset(
+    {SequenceStatus.FINISHED, SequenceStatus.ABORTED, SequenceStatus.FAILED}
+)
+"""States that nothing leaves."""
+
+_BROKEN_OFF: Final = frozenset({SequenceStatus.ABORTED, SequenceStatus.FAILED})
+
+TRANSITIONS: Final[Mapping[SequenceStatus, frozenset[SequenceStatus]]] = MappingProxyType(
+    {
+        SequenceStatus.WAITING: frozenset({SequenceStatus.AWAITING_KV, SequenceStatus.PREFILLING})
+        | _BROKEN_OFF,
+        SequenceStatus.AWAITING_KV: frozenset(
+            {SequenceStatus.DECODING, SequenceStatus.PREFILLING, SequenceStatus.QUARANTINED}
+        )
+        | _BROKEN_OFF,
+        # Only the fence leads back, so that nothing computes into blocks a transfer may write to.
+        SequenceStatus.QUARANTINED: frozenset({SequenceStatus.AWAITING_KV}) | _BROKEN_OFF,
+        SequenceStatus.PREFILLING: frozenset({SequenceStatus.DECODING, SequenceStatus.HELD})
+        | _BROKEN_OFF,
+        SequenceStatus.DECODING: frozenset({SequenceStatus.FINISHED}) | _BROKEN_OFF,
+        SequenceStatus.HELD: frozenset({SequenceStatus.FINISHED}) | _BROKEN_OFF,
+        SequenceStatus.FINISHED: frozenset(),
+        SequenceStatus.ABORTED: frozenset(),
+        SequenceStatus.FAILED: frozenset(),
+    }
+)
+"""Every legal move; a state without moves is terminal."""
+
+
+class IllegalTransitionError(RuntimeError):
+    """A sequence was asked for something that its state does not allow: a bug of the caller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSpec:
+    """What to generate; never changes after submission."""
+
+    sequence_id: SequenceId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    mode: SequenceMode = SequenceMode.GENERATE
+    priority: int = 0
+    """Lower is admitted earlier; waiting improves it."""
+    deadline: float | None = None
+    """Monotonic seconds after which the sequence fails; None never does."""
+
+    @property
+    def num_reserved_tokens(self) -> int:
+        """Tokens that blocks are reserved for at admission (INV-ADMIT)."""
+        if self.mode is SequenceMode.PREFILL_ONLY:
+            return len(self.prompt_token_ids)
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """A sequence's mutable state; compared by identity."""
+
+    spec: SequenceSpec
+    token_ids: list[int]
+    """Prompt, then output."""
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed: int = 0
+    """Leading tokens whose KV is in blocks."""
+    block_ids: tuple[BlockId, ...] = ()
+    """The block table: everything reserved at admission, in order of the tokens."""
+    num_used_blocks: int = 0
+    """Leading blocks that hold KV."""
+    admission: int = 0
+    """Number of its admission: older ones prefill first."""
+
+    @classmethod
+    def from_spec(cls, spec: SequenceSpec) -> Sequence:
+        """A waiting sequence that holds nothing."""
+        return cls(spec=spec, token_ids=list(spec.prompt_token_ids))
+
+    @property
+    def sequence_id(self) -> SequenceId:
+        """The id that events and the runner use."""
+        return self.spec.sequence_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.spec.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far, a stop token included."""
+        return len(self.token_ids) - len(self.spec.prompt_token_ids)
+
+    def move_to(self, status: SequenceStatus) -> None:
+        """Take one step of `TRANSITIONS`; any other raises and changes nothing."""
+        if status not in TRANSITIONS[self.status]:
+            raise IllegalTransitionError(
+                f"sequence {self.sequence_id} is {self.status.value}: "
+                f"it cannot become {status.value}"
+            )
+        self.status = status
