@@ -118,3 +118,8 @@ class PrefillRefused:
 
 
 PrefillEvent = PrefillAccepted | PrefillEnded | PrefillRefused
+
+
+def deadline_of(timeout_s: float | None, now: float) -> float | None:
+    """A duration that a message carried, as a deadline on this process's clock."""
+    return None if timeout_s is None else now + timeout_s

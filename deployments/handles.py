@@ -1,0 +1,90 @@
+"""Serve handles behind the Protocols that the layers below know.
+
+The only place where an exception of Ray becomes one of ours, and where a caller that stops
+iterating is turned into a cancelled call on the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from kv_transfer.transport import PeerLostError
+from workers.messages import (
+    Failed,
+    FailureCode,
+    GenerateEvent,
+    GenerateRequest,
+    PrefillEvent,
+    PrefillRequest,
+)
+
+T = TypeVar("T")
+
+
+async def stream_call(handle: DeploymentHandle, method: str, request: object) -> AsyncIterator[Any]:
+    """Items of a streaming method; closing the iterator cancels the call on the replica."""
+    response = getattr(handle.options(stream=True), method).remote(request)
+    finished = False
+    try:
+        async for item in response:
+            yield item
+        finished = True
+    finally:
+        if not finished:
+            response.cancel()
+
+
+class PrefillPool:
+    """The prefill deployment as a decode worker's `PrefillService`."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def prefill(self, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        """See `PrefillWorker.prefill`; a replica that dies is a `PeerLostError`."""
+        answers = stream_call(self._handle, "prefill", request)
+        try:
+            async for answer in answers:
+                yield answer
+        except (RayError, RayServeException) as error:
+            raise PeerLostError(f"the prefill worker was lost: {type(error).__name__}") from error
+        finally:
+            await answers.aclose()  # type: ignore[attr-defined]  # an async generator has it
+
+
+class DecodePool:
+    """The decode deployment as Front's backend."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+        """See `DecodeWorker.generate`; a replica that dies is a `Failed` with WORKER_LOST."""
+        events = stream_call(self._handle, "generate", request)
+        try:
+            async for event in events:
+                yield event
+        except (RayError, RayServeException) as error:
+            yield Failed(
+                attempt=request.attempt,
+                code=FailureCode.WORKER_LOST,
+                message=f"the decode worker was lost ({type(error).__name__})",
+            )
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]  # an async generator has it
+
+
+async def ask_all(handle: DeploymentHandle, method: str, *, timeout_s: float) -> list[Any]:
+    """Answers of every live replica; those that fail or are late are left out."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            answers: list[Any] = await handle.broadcast(method).results_async()
+            return answers
+    except (TimeoutError, RayError, RayServeException):
+        return []

@@ -1,0 +1,390 @@
+"""The decode worker: owns a request from admission to its last token; prefill is its helper.
+
+For every request one task drives the hand-off and the engine delivers the tokens; the caller's
+iterator only relays, so that a caller that leaves can never cut a clean-up short. No token of a
+prompt that was computed elsewhere leaves before its transfer was VALID (INV-COVER).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kv_transfer.geometry import BlockId
+from kv_transfer.handoff import PeerInfo
+from kv_transfer.receiver import IncomingTransfer, KVReceiver, ReceiverStats
+from kv_transfer.transport import Landed, PeerLostError, TransferError
+from workers.engine.events import (
+    Admitted,
+    Event,
+    SequenceFailed,
+    SequenceFinished,
+    TokensSampled,
+)
+from workers.engine.loop import Engine, EngineStats
+from workers.engine.sequence import SequenceMode
+from workers.engine.step import SequenceId
+from workers.errors import (
+    ContextOverflowError,
+    DeadlineExceededError,
+    QueueFullError,
+    WorkerError,
+    WorkerStoppingError,
+)
+from workers.messages import (
+    Failed,
+    FailureCode,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    PrefillAccepted,
+    PrefillEvent,
+    PrefillRefused,
+    PrefillRequest,
+    TokenFrame,
+    deadline_of,
+)
+
+logger = logging.getLogger(__name__)
+
+_FAILURE_CODES = {
+    ContextOverflowError: FailureCode.CONTEXT_LENGTH_EXCEEDED,
+    QueueFullError: FailureCode.QUEUE_FULL,
+    DeadlineExceededError: FailureCode.DEADLINE_EXCEEDED,
+    WorkerStoppingError: FailureCode.WORKER_STOPPING,
+}
+
+
+class HandoffRefusedError(TransferError):
+    """A prefill worker does not take this prompt; it holds nothing for it."""
+
+
+class PrefillService(Protocol):
+    """The prefill pool as decode sees it."""
+
+    def prefill(self, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        """Ask one prefill worker; see `PrefillWorker.prefill`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    """When a prompt is computed elsewhere, and how long decode waits for it."""
+
+    local_prefill_tokens: int
+    """Prompts up to this length are prefilled here: moving them costs more than computing them."""
+    transfer_deadline_s: float
+    accept_timeout_s: float = 2.0
+    """Until a prefill worker answers at all; after that decode goes on without."""
+    attempts: int = 2
+    """Prefill workers tried before the prompt is computed here."""
+    rest_s: float = 2.0
+    """After a prefill pool did not answer, prompts are computed here for this long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffStats:
+    """Where prompts were computed, and why a hand-off was given up."""
+
+    local_prompts: int
+    remote_prompts: int
+    fallback_prompts: int
+    failures: dict[str, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Call:
+    """One request inside the worker."""
+
+    request: GenerateRequest
+    outbox: asyncio.Queue[GenerateEvent]
+    deadline: float | None
+    """On this process's clock."""
+    sequence_id: SequenceId | None = None
+    prefilled_by: str = ""
+    driver: asyncio.Task[None] | None = None
+    admitted: asyncio.Future[tuple[BlockId, ...]] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class DecodeWorker:
+    """One engine that decodes, and the receiver that pulls prompts' blocks into it."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        me: PeerInfo,
+        config: DecodeConfig,
+        receiver: KVReceiver | None = None,
+        prefill: PrefillService | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._me = me
+        self._config = config
+        self._receiver = receiver
+        self._prefill = prefill
+        self._clock = clock
+        self._drivers: set[asyncio.Task[None]] = set()
+        self._rest_until = 0.0
+        self._placed: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+
+    @property
+    def me(self) -> PeerInfo:
+        """This process as prefill workers must know it."""
+        return self._me
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the step loop can still produce tokens."""
+        return self._engine.healthy
+
+    async def start(self) -> None:
+        """Run the engine and the transfer thread."""
+        self._engine.start()
+        if self._receiver is not None:
+            await self._receiver.start()
+
+    async def stop(self) -> None:
+        """Fail what is left, wait for every fence, then stop."""
+        drivers = list(self._drivers)
+        for driver in drivers:
+            driver.cancel()
+        await asyncio.gather(*drivers, return_exceptions=True)
+        if self._receiver is not None:
+            await self._receiver.close()
+        await self._engine.stop()
+
+    def stats(self) -> tuple[EngineStats, ReceiverStats | None, HandoffStats]:
+        """What `/metrics` shows of this worker."""
+        receiver = self._receiver.stats() if self._receiver is not None else None
+        handoff = HandoffStats(
+            local_prompts=self._placed["local"],
+            remote_prompts=self._placed["remote"],
+            fallback_prompts=self._placed["fallback"],
+            failures=dict(self._failures),
+        )
+        return self._engine.stats(), receiver, handoff
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+        """Generate one sequence: token frames, then exactly one `Finished` or `Failed`.
+
+        Closing the iterator cancels the request; what it held is freed as soon as that is safe.
+        """
+        deadline = deadline_of(request.timeout_s, self._clock())
+        call = _Call(request=request, outbox=asyncio.Queue(), deadline=deadline)
+        try:
+            self._admit(call)
+        except WorkerError as error:
+            yield _failed(request, error)
+            return
+        try:
+            while True:
+                event = await call.outbox.get()
+                yield event
+                if not isinstance(event, TokenFrame):
+                    return
+        finally:
+            self._let_go(call)
+
+    def _admit(self, call: _Call) -> None:
+        """Queue the sequence for its reservation; it costs nothing yet."""
+        request = call.request
+        remote = self._is_remote(len(request.prompt_token_ids))
+        call.sequence_id = self._engine.submit(
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+            mode=SequenceMode.AWAIT_KV if remote else SequenceMode.GENERATE,
+            priority=request.priority,
+            deadline=call.deadline,
+            sink=lambda event: self._on_engine_event(call, event),
+        )
+        if remote:
+            call.driver = asyncio.create_task(self._drive_handoff(call))
+            self._drivers.add(call.driver)
+            call.driver.add_done_callback(self._drivers.discard)
+        else:
+            self._placed["local"] += 1
+            call.prefilled_by = self._me.worker_id
+
+    def _is_remote(self, num_prompt_tokens: int) -> bool:
+        if self._prefill is None or self._receiver is None:
+            return False
+        if num_prompt_tokens <= self._config.local_prefill_tokens:
+            return False
+        return self._clock() >= self._rest_until
+
+    def _let_go(self, call: _Call) -> None:
+        """The caller is served or gone: end the hand-off first, then what the sequence holds."""
+        if call.driver is not None and not call.driver.done():
+            call.driver.cancel()
+        elif call.sequence_id is not None:
+            self._engine.cancel(call.sequence_id)
+
+    def _on_engine_event(self, call: _Call, event: Event) -> None:
+        if isinstance(event, Admitted):
+            if not call.admitted.done():
+                call.admitted.set_result(event.block_ids)
+        elif isinstance(event, TokensSampled):
+            frame = TokenFrame(attempt=call.request.attempt, token_ids=event.token_ids)
+            call.outbox.put_nowait(frame)
+        elif isinstance(event, SequenceFinished):
+            finished = Finished(
+                attempt=call.request.attempt,
+                reason=event.reason,
+                prompt_tokens=event.prompt_tokens,
+                completion_tokens=event.completion_tokens,
+                prefilled_by=call.prefilled_by,
+            )
+            call.outbox.put_nowait(finished)
+        elif isinstance(event, SequenceFailed):
+            call.outbox.put_nowait(_failed(call.request, event.error))
+
+    # The hand-off -------------------------------------------------------------------------------
+
+    async def _drive_handoff(self, call: _Call) -> None:
+        """Get the prompt's KV from a prefill worker, or compute it here; never neither."""
+        assert call.sequence_id is not None
+        try:
+            block_ids = await call.admitted
+            landed = await self._try_prefill_workers(call, block_ids)
+            if landed is None:
+                self._placed["fallback"] += 1
+                call.prefilled_by = self._me.worker_id
+                self._engine.prefill_here(call.sequence_id)
+            else:
+                self._placed["remote"] += 1
+                self._engine.publish(call.sequence_id, landed.first.token_id)
+        except asyncio.CancelledError:
+            self._engine.cancel(call.sequence_id)
+            raise
+        except Exception as error:  # a bug here must end this request, visibly
+            logger.exception("hand-off broke request_id=%s", call.request.request_id)
+            call.outbox.put_nowait(_failed(call.request, WorkerError(f"hand-off: {error!r}")))
+            self._engine.cancel(call.sequence_id)
+        finally:
+            # No transfer writes to the blocks any more, whichever way it went; an ended
+            # sequence's blocks wait for exactly this word.
+            self._engine.fence(call.sequence_id)
+
+    async def _try_prefill_workers(
+        self, call: _Call, block_ids: tuple[BlockId, ...]
+    ) -> Landed | None:
+        """Try a few prefill workers; None when none of them could do it."""
+        for epoch in range(self._config.attempts):
+            try:
+                return await self._pull_once(call, block_ids, epoch)
+            except TransferError as error:
+                self._failures[type(error).__name__] += 1
+                logger.warning(
+                    "hand-off attempt failed request_id=%s epoch=%d error=%s: %s",
+                    call.request.request_id,
+                    epoch,
+                    type(error).__name__,
+                    error,
+                )
+        return None
+
+    async def _pull_once(self, call: _Call, block_ids: tuple[BlockId, ...], epoch: int) -> Landed:
+        """One attempt with one prefill worker; on failure returns only after the fence."""
+        assert self._prefill is not None
+        assert self._receiver is not None
+        request = call.request
+        answers = self._prefill.prefill(
+            PrefillRequest(
+                request_id=request.request_id,
+                transfer_id=uuid.uuid4().hex,
+                epoch=epoch,
+                decode=self._me,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling=request.sampling,
+                timeout_s=self._time_left(call),
+            )
+        )
+        try:
+            accepted = await self._await_acceptance(answers)
+            transfer = self._receiver.transfer(
+                peer=accepted.peer,
+                key=accepted.key,
+                placement=block_ids,
+                num_tokens=len(request.prompt_token_ids),
+                deadline_s=self._time_left(call),
+            )
+            landed = await self._land(call, transfer)
+            call.prefilled_by = accepted.peer.worker_id
+            return landed
+        finally:
+            await _close(answers)
+
+    async def _land(self, call: _Call, transfer: IncomingTransfer) -> Landed:
+        """Pull; whatever goes wrong, the destination stays in quarantine until the fence."""
+        assert call.sequence_id is not None
+        try:
+            landed = await transfer.pull()
+        except BaseException:
+            self._engine.quarantine(call.sequence_id)
+            await _finish_despite_cancel(transfer.wait_quiesced())
+            self._engine.fence(call.sequence_id)
+            raise
+        transfer.release()
+        return landed
+
+    def _time_left(self, call: _Call) -> float:
+        """Seconds that a transfer may take."""
+        if call.deadline is None:
+            return self._config.transfer_deadline_s
+        left = max(0.0, call.deadline - self._clock())
+        return min(self._config.transfer_deadline_s, left)
+
+    async def _await_acceptance(self, answers: AsyncIterator[PrefillEvent]) -> PrefillAccepted:
+        try:
+            async with asyncio.timeout(self._config.accept_timeout_s):
+                answer = await anext(answers)
+        except TimeoutError:
+            self._rest_until = self._clock() + self._config.rest_s
+            raise PeerLostError(
+                f"no prefill worker answered within {self._config.accept_timeout_s} s"
+            ) from None
+        except StopAsyncIteration:
+            raise PeerLostError("the prefill worker ended the call without an answer") from None
+        if isinstance(answer, PrefillRefused):
+            raise HandoffRefusedError(f"{answer.code.value}: {answer.message}")
+        if not isinstance(answer, PrefillAccepted):
+            raise PeerLostError(f"the prefill worker's first answer was {type(answer).__name__}")
+        return answer
+
+
+async def _finish_despite_cancel(waiting: Coroutine[object, object, None]) -> None:
+    """Wait to the end even if this task is cancelled meanwhile; a fence may not be skipped."""
+    task = asyncio.ensure_future(waiting)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(task)
+    task.result()
+
+
+async def _close(answers: AsyncIterator[PrefillEvent]) -> None:
+    """End the call to the prefill worker, which frees whatever it still holds for us."""
+    aclose = getattr(answers, "aclose", None)
+    if aclose is not None:
+        await aclose()
+
+
+def _failed(request: GenerateRequest, error: WorkerError) -> Failed:
+    code = next(
+        (code for kind, code in _FAILURE_CODES.items() if isinstance(error, kind)),
+        FailureCode.INTERNAL,
+    )
+    retry_after_s = 1.0 if code is FailureCode.QUEUE_FULL else None
+    return Failed(
+        attempt=request.attempt, code=code, message=str(error), retry_after_s=retry_after_s
+    )

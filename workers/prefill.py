@@ -1,0 +1,201 @@
+"""The prefill worker: computes prompts, grants finished blocks, frees them when the hand-off ends.
+
+It owns the life of a prompt on this side. It never decides where a request runs, never sees a
+client, and never frees a block while a transfer may still read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from kv_transfer.geometry import BlockId, KVLayout, LogicalBlock
+from kv_transfer.handoff import (
+    FirstToken,
+    GrantedBlock,
+    PeerInfo,
+    ReleaseReason,
+    TransferKey,
+)
+from kv_transfer.sender import KVSender, SenderStats
+from kv_transfer.transport import Clock, TransferError
+from workers.engine.events import ChunkComputed, Event, PromptComputed, SequenceFailed
+from workers.engine.loop import Engine, EngineStats
+from workers.engine.sequence import SequenceMode
+from workers.engine.step import SequenceId
+from workers.errors import ContextOverflowError, QueueFullError, WorkerError
+from workers.messages import (
+    FailureCode,
+    PrefillAccepted,
+    PrefillEnded,
+    PrefillEvent,
+    PrefillRefused,
+    PrefillRequest,
+    deadline_of,
+)
+
+logger = logging.getLogger(__name__)
+
+_SERVED = frozenset({ReleaseReason.CONFIRMED, ReleaseReason.RELEASED})
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """One prompt on its way: which blocks are granted already, and the answer to wait for."""
+
+    request_id: str
+    sequence_id: SequenceId
+    num_prompt_tokens: int
+    ended: asyncio.Future[ReleaseReason]
+    block_ids: tuple[BlockId, ...] = ()
+    granted_blocks: int = 0
+    first: FirstToken | None = None
+    failure: str | None = None
+
+
+class PrefillWorker:
+    """One engine that computes prompts only, and the sender that hands their blocks over."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        sender: KVSender,
+        layout: KVLayout,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._sender = sender
+        self._layout = layout
+        self._clock = clock
+        self._jobs: dict[TransferKey, _Job] = {}
+        self._me: PeerInfo | None = None
+
+    @property
+    def me(self) -> PeerInfo:
+        """This process as decode workers must know it; only after `start`."""
+        if self._me is None:
+            raise RuntimeError("the prefill worker has not been started")
+        return self._me
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the step loop can still compute prompts."""
+        return self._engine.healthy
+
+    async def start(self) -> None:
+        """Run the engine and listen for fetches."""
+        self._engine.start()
+        self._me = await self._sender.start()
+
+    async def stop(self) -> None:
+        """End every hand-off, then the engine: blocks outlive the readers, never the reverse."""
+        await self._sender.close()
+        await self._engine.stop()
+
+    def stats(self) -> tuple[EngineStats, SenderStats]:
+        """What `/metrics` shows of this worker."""
+        return self._engine.stats(), self._sender.stats()
+
+    def on_transfer_end(self, key: TransferKey, reason: ReleaseReason) -> None:
+        """The sender's word that no peer reads the transfer's blocks any more: free them."""
+        job = self._jobs.pop(key, None)
+        if job is None:
+            return
+        if reason in _SERVED and job.first is not None:
+            self._engine.release(job.sequence_id)
+        else:
+            self._engine.cancel(job.sequence_id)
+        if not job.ended.done():
+            job.ended.set_result(reason)
+
+    async def prefill(self, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+        """Compute a prompt and keep its blocks for the decode worker until the hand-off ends.
+
+        Yields `PrefillAccepted` at once and `PrefillEnded` when nothing is held any more, or a
+        single `PrefillRefused`. Closing the iterator early revokes the hand-off.
+        """
+        key = TransferKey(
+            transfer_id=request.transfer_id,
+            epoch=request.epoch,
+            prefill_incarnation=self.me.incarnation,
+            decode_incarnation=request.decode.incarnation,
+        )
+        try:
+            job = self._open(key, request)
+        except (TransferError, WorkerError) as error:
+            yield PrefillRefused(code=_refusal_code(error), message=str(error))
+            return
+        try:
+            yield PrefillAccepted(key=key, peer=self.me)
+            reason = await job.ended
+            yield PrefillEnded(key=key, outcome=job.failure or reason.value)
+        finally:
+            if key in self._jobs:
+                self._sender.revoke(key, "the decode worker gave the request up")
+
+    def _open(self, key: TransferKey, request: PrefillRequest) -> _Job:
+        """Start the lease and queue the prompt; on failure neither is left behind."""
+        self._sender.open(key, request.decode)
+        try:
+            sequence_id = self._engine.submit(
+                prompt_token_ids=request.prompt_token_ids,
+                sampling=request.sampling,
+                mode=SequenceMode.PREFILL_ONLY,
+                deadline=deadline_of(request.timeout_s, self._clock()),
+                sink=lambda event: self._on_engine_event(key, event),
+            )
+        except WorkerError as error:
+            self._sender.revoke(key, str(error))
+            raise
+        job = _Job(
+            request_id=request.request_id,
+            sequence_id=sequence_id,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            ended=asyncio.get_running_loop().create_future(),
+        )
+        self._jobs[key] = job
+        return job
+
+    def _on_engine_event(self, key: TransferKey, event: Event) -> None:
+        job = self._jobs.get(key)
+        if job is None:
+            return
+        if isinstance(event, ChunkComputed):
+            full_blocks = event.num_computed // self._layout.block_size
+            job.block_ids = event.block_ids
+            self._grant(key, job, full_blocks)
+        elif isinstance(event, PromptComputed):
+            job.first = FirstToken(token_id=event.first_token)
+            self._grant(key, job, self._layout.blocks_for(job.num_prompt_tokens))
+        elif isinstance(event, SequenceFailed):
+            job.failure = str(event.error)
+            self._sender.revoke(key, job.failure)
+
+    def _grant(self, key: TransferKey, job: _Job, upto: int) -> None:
+        """Grant the logical blocks that became final since the last grant."""
+        if upto == job.granted_blocks and job.first is None:
+            return
+        block_size = self._layout.block_size
+        blocks = tuple(
+            GrantedBlock(
+                logical=LogicalBlock(logical),
+                block_id=job.block_ids[logical],
+                generation=self._engine.generation_of(job.block_ids[logical]),
+                valid_tokens=min(block_size, job.num_prompt_tokens - logical * block_size),
+            )
+            for logical in range(job.granted_blocks, upto)
+        )
+        job.granted_blocks = upto
+        self._sender.grant(key, blocks, job.first)
+
+
+def _refusal_code(error: Exception) -> FailureCode:
+    if isinstance(error, QueueFullError):
+        return FailureCode.QUEUE_FULL
+    if isinstance(error, ContextOverflowError):
+        return FailureCode.CONTEXT_LENGTH_EXCEEDED
+    return FailureCode.WORKER_STOPPING
