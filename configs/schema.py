@@ -73,7 +73,7 @@ class ModelSettings(_Group):
     name: Name | None = None
     """What clients call the model; null takes the last part of source."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of weights and KV; auto is fp32 on a CPU, where bf16 is slower, and bf16 elsewhere."""
+    """Of weights and KV; auto is bf16 where the device multiplies it in hardware, else fp32."""
     device: Literal["cpu", "cuda"] = "cpu"
     max_model_len: Count | None = None
     """The window in tokens, prompt and output together; null is the model's own."""

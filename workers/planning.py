@@ -138,11 +138,14 @@ class DeploymentPlan:
         return all(check.ok for check in self.checks)
 
 
-def resolve_dtype(model: ModelSettings) -> tuple[str, int]:
-    """The dtype that weights and KV get ("fp32" or "bf16") and the bytes of one element."""
+def resolve_dtype(model: ModelSettings, *, has_bf16_cpu: bool) -> tuple[str, int]:
+    """The dtype of weights and KV ("fp32" or "bf16") and the bytes of one element.
+
+    `has_bf16_cpu` says whether this CPU multiplies bf16 in hardware; without it fp32 is faster.
+    """
     dtype = model.dtype
     if dtype == "auto":
-        dtype = "fp32" if model.device == "cpu" else "bf16"
+        dtype = "bf16" if model.device == "cuda" or has_bf16_cpu else "fp32"
     return dtype, 4 if dtype == "fp32" else 2
 
 
@@ -218,8 +221,7 @@ def check_link(decode: PeerInfo, prefill: PeerInfo) -> Check:
     if problem is None:
         sentence = (
             f"{decode.worker_id} ({decode.pool_tokens} tokens) and {prefill.worker_id} "
-            f"({prefill.pool_tokens}) both hold the window of {decode.max_model_len}; layout "
-            f"{decode.fingerprint[:8]}."
+            f"({prefill.pool_tokens}) both hold the window of {decode.max_model_len} in one layout."
         )
         return Check(id=INV_POOL_WINDOW, outcome=Outcome.HOLDS, sentence=sentence)
     sentence = f"{decode.worker_id} cannot take KV from {prefill.worker_id}: {problem}."

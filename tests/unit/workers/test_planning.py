@@ -1,0 +1,358 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.schema import (
+    DecodeSettings,
+    EngineSettings,
+    KVSettings,
+    ModelSettings,
+    PrefillSettings,
+    Settings,
+)
+from kv_transfer.handoff import PeerInfo
+from workers.errors import PoolTooSmallError, WorkerError
+from workers.planning import (
+    INV_POOL_WINDOW,
+    Check,
+    DeploymentPlan,
+    ModelFacts,
+    Outcome,
+    check_link,
+    check_pool_window,
+    check_window,
+    enforce,
+    format_bytes,
+    plan,
+    resolve_dtype,
+)
+
+FACTS = ModelFacts(
+    digest="d",
+    context_length=8192,
+    num_layers=30,
+    num_kv_heads=3,
+    head_dim=64,
+    dtype="fp32",
+    element_bytes=4,
+    vocab_size=49152,
+    weight_bytes=500_000_000,
+)
+BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
+
+
+def settings_of(
+    *,
+    decode: EngineSettings | None = None,
+    prefill: EngineSettings | None = None,
+    replicas: int = 1,
+    is_split: bool = True,
+    max_model_len: int | None = None,
+    block_size: int = 16,
+) -> Settings:
+    pool = PrefillSettings(replicas=replicas, engine=prefill or EngineSettings())
+    return Settings(
+        model=ModelSettings(max_model_len=max_model_len),
+        kv=KVSettings(block_size=block_size),
+        decode=DecodeSettings(replicas=replicas, engine=decode or EngineSettings()),
+        prefill=pool if is_split else None,
+    )
+
+
+def checks_of(deployment: DeploymentPlan, check_id: str) -> list[Check]:
+    return [check for check in deployment.checks if check.id == check_id]
+
+
+def peer(worker_id: str, **changes: object) -> PeerInfo:
+    values: dict[str, object] = {
+        "worker_id": worker_id,
+        "incarnation": "i",
+        "fingerprint": "f" * 32,
+        "bytes_per_block": 1,
+        "block_size": 16,
+        "max_model_len": 4096,
+        "pool_tokens": 8192,
+    }
+    return PeerInfo(**(values | changes))  # type: ignore[arg-type]  # fields by name
+
+
+def test_unsized_pools_hold_two_windows_and_decode_its_floor() -> None:
+    deployment = plan(settings_of(), FACTS, cores=2)
+
+    assert deployment.decode.pool_tokens == 49_152
+    assert deployment.decode.pool_bytes == 49_152 * BYTES_PER_TOKEN
+    assert deployment.decode.full_windows == 6
+    assert deployment.prefill is not None
+    assert deployment.prefill.pool_tokens == 2 * 8192
+    assert deployment.prefill.full_windows == 2
+    assert deployment.total_pool_bytes == (49_152 + 16_384) * BYTES_PER_TOKEN
+    assert deployment.ok
+
+
+def test_unsized_decode_pool_grows_with_the_window() -> None:
+    facts = replace(FACTS, context_length=32_768)
+
+    deployment = plan(settings_of(), facts, cores=2)
+
+    assert deployment.decode.pool_tokens == 2 * 32_768
+
+
+def test_colocated_deployment_has_no_prefill_plan_and_no_link() -> None:
+    deployment = plan(settings_of(is_split=False), FACTS, cores=2)
+
+    assert deployment.prefill is None
+    assert [worker.role for worker in deployment.workers] == ["decode"]
+    assert len(checks_of(deployment, INV_POOL_WINDOW)) == 1
+
+
+def test_pool_bytes_are_never_exceeded() -> None:
+    engine = EngineSettings(pool_bytes=10_000 * BYTES_PER_TOKEN)
+
+    deployment = plan(settings_of(decode=engine), FACTS, cores=2)
+
+    assert deployment.decode.pool_tokens == 10_000
+    assert deployment.decode.pool_bytes == 10_000 * BYTES_PER_TOKEN
+
+
+def test_pool_bytes_below_one_block_fail_rather_than_crash() -> None:
+    deployment = plan(settings_of(decode=EngineSettings(pool_bytes=1)), FACTS, cores=2)
+
+    assert deployment.decode.num_blocks == 0
+    assert deployment.decode.full_windows == 0
+    assert not deployment.ok
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_pool_tokens_below_the_window_are_refused_with_both_numbers(role: str) -> None:
+    # 8191 tokens round up to blocks that hold 8192, but the window was not asked for.
+    too_small = EngineSettings(pool_tokens=8191)
+    sizes = {role: too_small}
+
+    deployment = plan(settings_of(**sizes), FACTS, cores=2)  # type: ignore[arg-type]  # by role
+
+    assert not deployment.ok
+    failed = [check for check in deployment.checks if not check.ok]
+    assert {check.id for check in failed} == {INV_POOL_WINDOW}
+    assert f"{role} pool holds 8191 tokens" in failed[0].sentence
+    assert "window of 8192" in failed[0].sentence
+    with pytest.raises(PoolTooSmallError, match="8191"):
+        enforce(deployment.checks)
+
+
+def test_pool_of_exactly_the_window_holds_one_request() -> None:
+    engine = EngineSettings(pool_tokens=1001)
+    settings = settings_of(decode=engine, prefill=engine, max_model_len=1001)
+
+    deployment = plan(settings, FACTS, cores=2)
+
+    assert deployment.ok
+    assert deployment.decode.full_windows == 1
+
+
+def test_small_pool_fails_the_link_as_well() -> None:
+    deployment = plan(settings_of(prefill=EngineSettings(pool_tokens=4096)), FACTS, cores=2)
+
+    link = checks_of(deployment, INV_POOL_WINDOW)[-1]
+    assert not link.ok
+    assert "prefill holds 4096 tokens" in link.sentence
+
+
+def test_window_above_the_models_context_is_refused() -> None:
+    deployment = plan(settings_of(max_model_len=8193), FACTS, cores=2)
+
+    [check] = checks_of(deployment, "WINDOW")
+    assert not check.ok
+    assert "8193" in check.sentence
+    assert "8192" in check.sentence
+    with pytest.raises(WorkerError, match="WINDOW") as refusal:
+        enforce(deployment.checks)
+    assert not isinstance(refusal.value, PoolTooSmallError)
+
+
+def test_window_may_be_smaller_than_the_models_context() -> None:
+    deployment = plan(settings_of(max_model_len=1024), FACTS, cores=2)
+
+    assert deployment.window == 1024
+    assert deployment.ok
+    enforce(deployment.checks)
+
+
+def test_window_check_allows_equality() -> None:
+    assert check_window(window=8192, context_length=8192).ok
+
+
+def test_pool_check_compares_pool_and_window() -> None:
+    assert check_pool_window("decode", pool_tokens=100, window=100).ok
+    assert not check_pool_window("decode", pool_tokens=99, window=100).ok
+
+
+def test_link_holds_between_equal_peers() -> None:
+    check = check_link(peer("decode-0"), peer("prefill-0"))
+
+    assert check.ok
+    assert check.id == INV_POOL_WINDOW
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fingerprint": "0" * 32}, ["layouts differ", "0" * 32]),
+        ({"max_model_len": 2048}, ["windows differ", "4096", "2048"]),
+        ({"pool_tokens": 4095}, ["prefill-0 holds 4095", "4096"]),
+    ],
+)
+def test_link_is_refused_with_what_differs(changes: dict[str, object], words: list[str]) -> None:
+    check = check_link(peer("decode-0"), peer("prefill-0", **changes))
+
+    assert not check.ok
+    assert all(word in check.sentence for word in words)
+
+
+def test_link_is_refused_when_the_decode_side_lacks_the_window() -> None:
+    check = check_link(peer("decode-0", pool_tokens=1), peer("prefill-0"))
+
+    assert not check.ok
+    assert "decode-0 holds 1 tokens" in check.sentence
+
+
+@pytest.mark.parametrize(
+    ("available", "outcome"),
+    [(None, Outcome.WARNS), (10**9, Outcome.FAILS), (10**11, Outcome.HOLDS)],
+)
+def test_memory_is_checked_against_what_is_available(
+    available: int | None, outcome: Outcome
+) -> None:
+    deployment = plan(settings_of(), FACTS, cores=2, available_bytes=available)
+
+    [check] = checks_of(deployment, "MEMORY")
+    assert check.outcome is outcome
+    assert deployment.ok is (outcome is not Outcome.FAILS)
+
+
+def test_memory_counts_each_workers_weights() -> None:
+    pools = (49_152 + 16_384) * BYTES_PER_TOKEN
+    needed = pools + 2 * 500_000_000
+
+    assert plan(settings_of(), FACTS, cores=2, available_bytes=needed).ok
+    assert not plan(settings_of(), FACTS, cores=2, available_bytes=needed - 1).ok
+
+
+def test_memory_says_when_the_weights_are_not_known() -> None:
+    facts = replace(FACTS, weight_bytes=None)
+
+    deployment = plan(settings_of(), facts, cores=2, available_bytes=10**11)
+
+    [check] = checks_of(deployment, "MEMORY")
+    assert check.ok
+    assert "not known" in check.sentence
+
+
+@pytest.mark.parametrize(
+    ("cores", "replicas", "threads"), [(8, 1, 4), (8, 2, 2), (7, 2, 1), (1, 2, 1)]
+)
+def test_cores_are_divided_among_the_workers(cores: int, replicas: int, threads: int) -> None:
+    deployment = plan(settings_of(replicas=replicas), FACTS, cores=cores)
+
+    assert {worker.threads for worker in deployment.workers} == {threads}
+
+
+def test_more_threads_than_cores_is_a_warning() -> None:
+    engine = EngineSettings(threads=3)
+
+    deployment = plan(settings_of(decode=engine), FACTS, cores=2)
+
+    [check] = checks_of(deployment, "CORES")
+    assert check.outcome is Outcome.WARNS
+    assert "4 threads on 2 cores" in check.sentence
+    assert deployment.ok
+
+
+def test_worker_plan_carries_the_engines_limits() -> None:
+    engine = EngineSettings(
+        max_sequences=3, step_tokens=40, prefill_chunk_tokens=20, queue_limit=5, threads=1
+    )
+
+    decode = plan(settings_of(decode=engine), FACTS, cores=2).decode
+
+    assert decode.max_sequences == 3
+    assert decode.step_tokens == 40
+    assert decode.prefill_chunk_tokens == 20
+    assert decode.queue_limit == 5
+
+
+def test_layout_follows_facts_and_block_size() -> None:
+    layout = plan(settings_of(block_size=32), FACTS, cores=2).layout
+
+    assert layout.bytes_per_token == BYTES_PER_TOKEN
+    assert layout.block_size == 32
+    assert layout.model_digest == "d"
+    assert layout.dtype == "fp32"
+
+
+@given(
+    context_length=st.integers(1, 200_000),
+    block_size=st.integers(1, 300),
+    decode_tokens=st.none() | st.integers(1, 300_000),
+    prefill_tokens=st.none() | st.integers(1, 300_000),
+    max_model_len=st.none() | st.integers(1, 200_000),
+)
+def test_a_plan_is_ok_exactly_when_every_pool_was_asked_to_hold_the_window(
+    context_length: int,
+    block_size: int,
+    decode_tokens: int | None,
+    prefill_tokens: int | None,
+    max_model_len: int | None,
+) -> None:
+    settings = settings_of(
+        decode=EngineSettings(pool_tokens=decode_tokens),
+        prefill=EngineSettings(pool_tokens=prefill_tokens),
+        max_model_len=max_model_len,
+        block_size=block_size,
+    )
+
+    deployment = plan(settings, replace(FACTS, context_length=context_length), cores=4)
+
+    window = max_model_len or context_length
+    asked = [tokens for tokens in (decode_tokens, prefill_tokens) if tokens is not None]
+    expected = window <= context_length and all(tokens >= window for tokens in asked)
+    assert deployment.ok is expected
+    if deployment.ok:
+        assert all(worker.full_windows >= 1 for worker in deployment.workers)
+        assert all(worker.pool_tokens >= window for worker in deployment.workers)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "has_bf16_cpu", "expected"),
+    [
+        ("auto", "cpu", False, ("fp32", 4)),
+        ("auto", "cpu", True, ("bf16", 2)),
+        ("auto", "cuda", False, ("bf16", 2)),
+        ("fp32", "cuda", True, ("fp32", 4)),
+        ("bf16", "cpu", False, ("bf16", 2)),
+    ],
+)
+def test_dtype_is_resolved_by_the_device(
+    dtype: str, device: str, has_bf16_cpu: bool, expected: tuple[str, int]
+) -> None:
+    model = ModelSettings.model_validate({"dtype": dtype, "device": device})
+
+    assert resolve_dtype(model, has_bf16_cpu=has_bf16_cpu) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (46_080, "45.0 KiB"),
+        (2**20, "1.00 MiB"),
+        (2_264_924_160, "2.11 GiB"),
+        (5000 * 2**40, "5000.0 TiB"),
+    ],
+)
+def test_bytes_are_written_for_people(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
