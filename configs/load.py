@@ -157,7 +157,7 @@ def _read_document(path: Path | Traversable, origin: str) -> _Document:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise SettingsError([f"The settings file {origin} cannot be read: {reason}."]) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2001-99-99
         raise SettingsError([f"{origin} is not valid YAML: {_yaml_problem(error)}."]) from error
     values = {} if content is None else content
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
@@ -174,7 +174,7 @@ def _read_document(path: Path | Traversable, origin: str) -> _Document:
     )
 
 
-def _yaml_problem(error: yaml.YAMLError) -> str:
+def _yaml_problem(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
     return f"{getattr(error, 'problem', None) or error}{place}"
@@ -218,7 +218,7 @@ def _override_layer(text: str) -> _Layer:
 def _parse_value(text: str, origin: str) -> Any:
     try:
         return yaml.load(text, _UniqueKeyLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2001-99-99
         raise SettingsError(
             [f"The value of {origin} is not valid YAML: {_yaml_problem(error)}."]
         ) from error
@@ -255,6 +255,7 @@ def _sentence(detail: ErrorDetails, layers: Sequence[_Layer]) -> str:
     context = detail.get("ctx", {})
     if detail["type"] == "value_error":
         return f"{where}: {context['error']}{source}."
+    context = {name: f"{v:g}" if isinstance(v, float) else v for name, v in context.items()}
     template = _PROBLEMS.get(detail["type"])
     if template is None:
         return f"{where}: {detail['msg']}{source}."
