@@ -81,7 +81,7 @@ class ModelFacts:
     num_kv_heads: int
     head_dim: int
     dtype: str
-    """Of the KV cache: "fp32" or "bf16"."""
+    """Of the KV cache, in torch's spelling: "float32" or "bfloat16"."""
     element_bytes: int
     vocab_size: int
     weight_bytes: int | None = None
@@ -139,14 +139,14 @@ class DeploymentPlan:
 
 
 def resolve_dtype(model: ModelSettings, *, has_bf16_cpu: bool) -> tuple[str, int]:
-    """The dtype of weights and KV ("fp32" or "bf16") and the bytes of one element.
+    """The dtype of weights and KV, in torch's spelling, and the bytes of one element.
 
     `has_bf16_cpu` says whether this CPU multiplies bf16 in hardware; without it fp32 is faster.
     """
     dtype = model.dtype
     if dtype == "auto":
         dtype = "bf16" if model.device == "cuda" or has_bf16_cpu else "fp32"
-    return dtype, 4 if dtype == "fp32" else 2
+    return ("float32", 4) if dtype == "fp32" else ("bfloat16", 2)
 
 
 def plan(

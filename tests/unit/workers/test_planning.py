@@ -37,7 +37,7 @@ FACTS = ModelFacts(
     num_layers=30,
     num_kv_heads=3,
     head_dim=64,
-    dtype="fp32",
+    dtype="float32",
     element_bytes=4,
     vocab_size=49152,
     weight_bytes=500_000_000,
@@ -290,7 +290,7 @@ def test_layout_follows_facts_and_block_size() -> None:
     assert layout.bytes_per_token == BYTES_PER_TOKEN
     assert layout.block_size == 32
     assert layout.model_digest == "d"
-    assert layout.dtype == "fp32"
+    assert layout.dtype == "float32"
 
 
 @given(
@@ -328,11 +328,11 @@ def test_a_plan_is_ok_exactly_when_every_pool_was_asked_to_hold_the_window(
 @pytest.mark.parametrize(
     ("dtype", "device", "has_bf16_cpu", "expected"),
     [
-        ("auto", "cpu", False, ("fp32", 4)),
-        ("auto", "cpu", True, ("bf16", 2)),
-        ("auto", "cuda", False, ("bf16", 2)),
-        ("fp32", "cuda", True, ("fp32", 4)),
-        ("bf16", "cpu", False, ("bf16", 2)),
+        ("auto", "cpu", False, ("float32", 4)),
+        ("auto", "cpu", True, ("bfloat16", 2)),
+        ("auto", "cuda", False, ("bfloat16", 2)),
+        ("fp32", "cuda", True, ("float32", 4)),
+        ("bf16", "cpu", False, ("bfloat16", 2)),
     ],
 )
 def test_dtype_is_resolved_by_the_device(
