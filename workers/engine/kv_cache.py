@@ -1,0 +1,139 @@
+"""The paged keys and values of one worker: slots in, keys and values out.
+
+Owns the arena's memory and its index arithmetic, and nothing else: which block belongs to whom is
+the block pool's business, what is done with keys and values the attention backend's. It never hands
+out a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kv_transfer.geometry import BlockId, KVLayout
+
+__all__ = ["KVCache", "torch_dtype"]
+
+IntArray = npt.NDArray[np.int64]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The element type that a layout's `dtype` names; ValueError if a KV cache cannot hold it."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in dtypes:
+        raise ValueError(f"KV dtype {name!r} is not one of {sorted(dtypes)}")
+    return dtypes[name]
+
+
+class KVCache:
+    """A block-major arena `[num_blocks, layers, 2, block_size, kv_heads, head_dim]`.
+
+    The memory is reserved, not touched: pages that no token was written to cost nothing. Two flat
+    views serve all accesses, because a gather by one index runs at memory speed where one by
+    several indices does not:
+
+    - `token_rows` `[num_blocks * layers * 2 * block_size, kv_heads, head_dim]`: a row is one
+      token's K or V of one layer,
+    - `block_rows` `[num_blocks * layers * 2, block_size * kv_heads * head_dim]`: a row is one
+      block's K or V of one layer.
+
+    As `BlockMemory` it shows each block's bytes to the transports (host memory only).
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: str | torch.device = "cpu",
+        *,
+        poison: bool = False,
+    ) -> None:
+        """Reserve num_blocks blocks; with `poison` every element is NaN until it is written."""
+        dtype = torch_dtype(layout.dtype)
+        if dtype.itemsize != layout.element_bytes:
+            raise ValueError(
+                f"{dtype} has {dtype.itemsize} bytes, the layout says {layout.element_bytes}"
+            )
+        if num_blocks < 1:
+            raise ValueError(f"a KV cache needs at least one block, not {num_blocks}")
+        self.layout = layout
+        self.dtype = dtype
+        self.device = torch.device(device)
+        shape = (
+            num_blocks,
+            layout.num_layers,
+            2,
+            layout.block_size,
+            layout.num_kv_heads,
+            layout.head_dim,
+        )
+        self._arena = torch.empty(shape, dtype=dtype, device=self.device)
+        self.token_rows = self._arena.view(-1, layout.num_kv_heads, layout.head_dim)
+        self.block_rows = self._arena.view(num_blocks * layout.num_layers * 2, -1)
+        self._bytes = self._host_bytes()
+        if poison:
+            self.poison(BlockId(block_id) for block_id in range(num_blocks))
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Size of every block."""
+        return self.layout.bytes_per_block
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return self._arena.shape[0]
+
+    def block(self, block_id: BlockId) -> memoryview:
+        """The bytes of one block: writable, contiguous, no copy.
+
+        TypeError if the arena is not in host memory, IndexError if there is no such block.
+        """
+        if self._bytes is None:
+            raise TypeError(f"blocks on {self.device} have no host address")
+        self._check_block(block_id)
+        start = block_id * self.bytes_per_block
+        return self._bytes[start : start + self.bytes_per_block]
+
+    def layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of a layer's K and V, each `[num_blocks, block_size, kv_heads, head_dim]`."""
+        return self._arena[:, layer_index, 0], self._arena[:, layer_index, 1]
+
+    def poison(self, block_ids: Iterable[BlockId]) -> None:
+        """Fill blocks with NaN: a slot read before it is written then gives no plausible text."""
+        for block_id in block_ids:
+            self._check_block(block_id)
+            self._arena[block_id] = float("nan")
+
+    def token_index(self, slots: IntArray) -> torch.Tensor:
+        """Rows of `token_rows` for slots: `[layers, 2 (K, V), len(slots)]`."""
+        block_size = self.layout.block_size
+        blocks, offsets = np.divmod(slots, block_size)
+        return self._spread(blocks * (self._rows_per_block * block_size) + offsets, block_size)
+
+    def block_index(self, block_ids: IntArray) -> torch.Tensor:
+        """Rows of `block_rows` for block ids: `[layers, 2 (K, V), *block_ids.shape]`."""
+        return self._spread(block_ids * self._rows_per_block, 1)
+
+    @property
+    def _rows_per_block(self) -> int:
+        return self.layout.num_layers * 2
+
+    def _spread(self, first_rows: IntArray, rows_per_kind: int) -> torch.Tensor:
+        """From the rows of (layer 0, K) to those of every layer and kind."""
+        kinds = np.arange(self._rows_per_block, dtype=np.int64) * rows_per_kind
+        rows = kinds.reshape(self.layout.num_layers, 2, *(1,) * first_rows.ndim) + first_rows
+        return torch.from_numpy(rows).to(self.device)
+
+    def _check_block(self, block_id: BlockId) -> None:
+        if not 0 <= block_id < self.num_blocks:
+            raise IndexError(f"block {block_id} is not one of the {self.num_blocks} blocks")
+
+    def _host_bytes(self) -> memoryview | None:
+        if self.device.type != "cpu":
+            return None
+        array: npt.NDArray[np.uint8] = self._arena.view(-1).view(torch.uint8).numpy()
+        return array.data

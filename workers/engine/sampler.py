@@ -1,0 +1,216 @@
+"""Logits to token ids: batched, seeded, and blind to what else is in the batch.
+
+Every row's draw is a function of its logits, its parameters and (seed, position). There is no
+generator, so neither batching, nor a resume elsewhere, nor a draft can shift a row's numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from workers.engine.sampling_params import SamplingParams
+
+__all__ = ["SamplingRow", "sample", "uniforms"]
+
+_WIDTHS = (256, 4096)
+"""How many of the likeliest tokens are looked at before all of them are: sorting a vocabulary costs
+as much as a small model's whole step."""
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRow:
+    """What decides over a row of logits, besides the logits."""
+
+    params: SamplingParams
+    position: int
+    """Of the token that is sampled, in its sequence."""
+    num_output_tokens: int = 0
+    """Output tokens before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Draw:
+    """A row that is not greedy."""
+
+    index: int
+    logits: torch.Tensor
+    """fp32 `[vocabulary]`"""
+    max_logit: float
+    params: SamplingParams
+    uniform: float
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no filter is set."""
+        params = self.params
+        keeps_all_by_count = params.top_k == 0 or params.top_k >= len(self.logits)
+        return keeps_all_by_count and params.top_p >= 1 and params.min_p <= 0
+
+    def weights(self) -> torch.Tensor:
+        """exp(logit / temperature), the likeliest token's being 1; fp32 `[vocabulary]`."""
+        return self.logits.sub(self.max_logit).div_(self.params.temperature).exp_()
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int | None]:
+    """One token id per row of `logits` `[rows, vocabulary]`; None where a row is not finite.
+
+    Filters apply in the order of transformers' `generate`: temperature, top-k, top-p of what top-k
+    left, min-p. Of tokens that are equally likely the lower ids are kept. Before anything else, the
+    stop tokens of a row below its min_tokens are made impossible (in `logits`, if it is fp32). A
+    temperature of 0 takes the likeliest token.
+    """
+    if not rows:
+        return []
+    logits = logits.float()
+    for index, row in enumerate(rows):
+        _mask_stop_tokens(logits[index], row)
+    likeliest = logits.argmax(dim=1, keepdim=True)
+    max_logits: list[float] = logits.gather(1, likeliest)[:, 0].tolist()
+    token_ids: list[int | None] = likeliest[:, 0].tolist()
+    for index, max_logit in enumerate(max_logits):
+        if not math.isfinite(max_logit):  # argmax finds a NaN before any number
+            token_ids[index] = None
+    draws = _draws(logits, rows, max_logits)
+    for draw in draws:
+        if draw.keeps_all:
+            token_ids[draw.index] = _draw_from_all(draw)
+    for index, token_id in _draw_from_likeliest([draw for draw in draws if not draw.keeps_all]):
+        token_ids[index] = token_id
+    return token_ids
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> FloatArray:
+    """Numbers in [0, 1), one per (seed, position): 53 bits of a SplitMix64 hash of both."""
+    keys = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF for seed in seeds], dtype=np.uint64)
+    mixed = _mix(_mix(keys) + np.array(positions, dtype=np.uint64))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """One SplitMix64 output per state; arithmetic is modulo 2**64."""
+    mixed = values + np.uint64(0x9E37_79B9_7F4A_7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _mask_stop_tokens(logits: torch.Tensor, row: SamplingRow) -> None:
+    if row.num_output_tokens >= row.params.min_tokens:
+        return
+    # A client may name ids that the model does not have.
+    known = [token_id for token_id in row.params.stop_token_ids if 0 <= token_id < len(logits)]
+    logits[known] = -math.inf
+
+
+def _draws(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], max_logits: Sequence[float]
+) -> list[_Draw]:
+    chosen = [
+        index
+        for index, row in enumerate(rows)
+        if row.params.temperature > 0 and math.isfinite(max_logits[index])
+    ]
+    numbers = uniforms(
+        [rows[index].params.seed for index in chosen], [rows[index].position for index in chosen]
+    )
+    return [
+        _Draw(
+            index=index,
+            logits=logits[index],
+            max_logit=max_logits[index],
+            params=rows[index].params,
+            uniform=float(number),
+        )
+        for index, number in zip(chosen, numbers, strict=True)
+    ]
+
+
+def _draw_from_all(draw: _Draw) -> int:
+    """Invert the distribution over the whole vocabulary, in the order of ids."""
+    cumulative = draw.weights().double().cumsum(0)
+    total = cumulative[-1]
+    # The first sum above the target belongs to a token that can be drawn; rounding up to the total
+    # itself would leave none, the first sum that reaches it is the last such token's.
+    target = total * draw.uniform
+    is_inside = bool(target < total)
+    return int(torch.searchsorted(cumulative, target if is_inside else total, right=is_inside))
+
+
+def _draw_from_likeliest(draws: list[_Draw]) -> list[tuple[int, int]]:
+    """(index, token id) of each draw, looking at no more tokens than its filters keep."""
+    drawn: list[tuple[int, int]] = []
+    pending = draws
+    vocabulary = len(draws[0].logits) if draws else 0
+    for width in (*_WIDTHS, vocabulary):
+        ready = [draw for draw in pending if draw.params.top_k < width or width >= vocabulary]
+        if not ready:
+            continue
+        token_ids = _draw_among(ready, min(width, vocabulary))
+        found = [
+            (draw.index, int(token_id))
+            for draw, token_id in zip(ready, token_ids, strict=True)
+            if token_id is not None
+        ]
+        drawn += found
+        done = {index for index, _ in found}
+        pending = [draw for draw in pending if draw.index not in done]
+    return drawn
+
+
+def _draw_among(draws: list[_Draw], width: int) -> list[int | None]:
+    """Draw from each row's `width` likeliest tokens; None where the kept tokens may be more."""
+    logits, ids = _likeliest(draws, width)
+    temperatures = np.array([draw.params.temperature for draw in draws])[:, None]
+    with np.errstate(over="ignore"):  # a temperature near 0 leaves the likeliest token alone
+        weights = np.exp((logits - logits[:, :1]) / temperatures)
+    cumulative = weights.cumsum(axis=1)
+    kept = _num_kept(draws, weights, cumulative)
+    rows = np.arange(len(draws))
+    targets = cumulative[rows, kept - 1] * np.array([draw.uniform for draw in draws])
+    places = np.minimum((cumulative <= targets[:, None]).sum(axis=1), kept - 1)
+    # A token as likely as the last one looked at may have an equal with a lower id further on.
+    is_complete = logits[rows, kept - 1] > logits[:, -1]
+    if width == len(draws[0].logits):
+        is_complete[:] = True
+    drawn: list[int | None] = ids[rows, places].tolist()
+    return [drawn[row] if is_complete[row] else None for row in rows]
+
+
+def _likeliest(draws: list[_Draw], width: int) -> tuple[FloatArray, IntArray]:
+    """Logits and ids of each row's likeliest tokens, by falling logit, then by rising id."""
+    top = torch.stack([draw.logits for draw in draws]).topk(width, dim=1)
+    logits, ids = top.values.double().cpu().numpy(), top.indices.cpu().numpy()
+    for row in np.flatnonzero((logits[:, 1:] == logits[:, :-1]).any(axis=1)):
+        order = np.lexsort((ids[row], -logits[row]))
+        logits[row], ids[row] = logits[row, order], ids[row, order]
+    return logits, ids
+
+
+def _num_kept(draws: list[_Draw], weights: FloatArray, cumulative: FloatArray) -> IntArray:
+    """How many of each row's likeliest tokens pass its filters; at least one."""
+    width = weights.shape[1]
+    kept = np.array([draw.params.top_k or width for draw in draws]).clip(max=width)
+    for row, draw in enumerate(draws):
+        params = draw.params
+        if params.top_p < 1:
+            total = cumulative[row, kept[row] - 1] if params.top_k else _total_weight(draw)
+            before = cumulative[row] - weights[row]
+            kept[row] = min(kept[row], np.count_nonzero(before < params.top_p * total))
+        if params.min_p > 0:
+            kept[row] = min(kept[row], np.count_nonzero(weights[row] >= params.min_p))
+    return kept.clip(min=1)
+
+
+def _total_weight(draw: _Draw) -> float:
+    """Of the whole vocabulary; one row at a time, so that no other row changes its rounding."""
+    return float(draw.weights().sum(dtype=torch.float64))
