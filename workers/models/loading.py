@@ -90,7 +90,7 @@ def load_model_info(path: Path) -> ModelInfo:
         weights_dtype=_main_dtype(tensors),
         weights_size_bytes=sum(tensor.size_bytes for tensor in tensors),
         num_parameters=sum(tensor.num_elements for tensor in tensors),
-        eos_token_ids=_eos_token_ids(generation.get("eos_token_id"), config.eos_token_id),
+        eos_token_ids=_eos_token_ids(path, generation, default=config.eos_token_id),
         generation_defaults=_generation_defaults(generation),
         licence=record.get("licence"),
         weights_digest=_weights_digest(tensors),
@@ -200,13 +200,24 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _eos_token_ids(*sources: int | list[int] | None) -> tuple[int, ...]:
-    """Every id that ends a text, the generation defaults' first, each once."""
-    ids: dict[int, None] = {}
-    for source in sources:
-        found = [] if source is None else source if isinstance(source, list) else [source]
-        ids.update(dict.fromkeys(found))
-    return tuple(ids)
+def _eos_token_ids(
+    path: Path, generation: Mapping[str, Any], *, default: int | list[int] | None
+) -> tuple[int, ...]:
+    """Every id that the files say ends a text, the generation config's first, each once.
+
+    A configuration class has a default of its own (Llama: 2), which may be any word of this model's
+    vocabulary; it counts only where no file says anything.
+    """
+    written = _read_json(path / "config.json")
+    sources = (generation, written, written.get("text_config") or {})
+    ids = [token_id for source in sources for token_id in _as_list(source.get("eos_token_id"))]
+    return tuple(dict.fromkeys(ids or _as_list(default)))
+
+
+def _as_list(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 def _generation_defaults(generation: Mapping[str, Any]) -> GenerationDefaults:

@@ -391,30 +391,38 @@ def download_from_hub(repo_id: str, cache_dir: Path) -> Path:
             allow_patterns=list(_HUB_FILES),
             ignore_patterns=list(_HUB_IGNORED),
         )
-    except errors.HfHubHTTPError as error:
-        raise _explain_hub_refusal(
-            repo_id, error, is_gated=isinstance(error, errors.GatedRepoError)
-        ) from error
     except errors.HFValidationError as error:
         raise ModelNotFoundError(f"{repo_id!r} is not a valid hub id: {error}") from error
-    except (OSError, errors.OfflineModeIsEnabled) as error:
+    except (
+        errors.HTTPError,  # type: ignore[attr-defined]  # base class of whichever HTTP client it uses
+        errors.LocalEntryNotFoundError,
+        ConnectionError,
+    ) as error:
+        raise _explain_hub_failure(repo_id, error) from error
+    except OSError as error:
         raise ModelAccessError(
-            f"The hub could not be reached for {repo_id}, and no complete copy is in the cache; "
-            "check the network, or give a local directory."
+            f"Model {repo_id} could not be written to the cache: {error}."
         ) from error
     return Path(path)
 
 
-def _explain_hub_refusal(repo_id: str, error: Exception, *, is_gated: bool) -> ModelError:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if is_gated or status in (401, 403):
-        return ModelAccessError(
-            f"The hub refuses {repo_id} to this caller: it does not exist, or is gated or private; "
-            "set HF_TOKEN to the token of an account that was given access."
-        )
-    if status == 404:
-        return ModelNotFoundError(f"The hub has no model {repo_id}.")
-    return ModelAccessError(f"The hub answered with status {status} for {repo_id}.")
+def _explain_hub_failure(repo_id: str, error: Exception) -> ModelError:
+    """What the user can do about it; a refusal may be hidden as the cause of "not cached"."""
+    for reason in (error, error.__cause__):
+        status = getattr(getattr(reason, "response", None), "status_code", None)
+        if status in (401, 403):
+            return ModelAccessError(
+                f"The hub refuses {repo_id}: it does not exist, or is gated or private; "
+                "set HF_TOKEN to the token of an account that was given access."
+            )
+        if status == 404:
+            return ModelNotFoundError(f"The hub has no model {repo_id}.")
+        if status is not None:
+            return ModelAccessError(f"The hub answered with status {status} for {repo_id}.")
+    return ModelAccessError(
+        f"The hub could not be reached for {repo_id}, and no complete copy is in the cache; "
+        "check the network, or give a local directory."
+    )
 
 
 def _tell_nobody(progress: PullProgress, /) -> None:
