@@ -1,8 +1,8 @@
-"""Decides what each step computes, and keeps every sequence and block of an engine.
+"""Decides what each step computes, and what its results mean for every sequence.
 
-The scheduler owns its sequences, the ticket queue and the pool's bookkeeping. It never waits,
-never reads a clock and never touches a tensor: what happens is told to it by method calls, what
-follows from it is read with `take_events`. Calls come from one thread.
+The scheduler never waits, never reads a clock and never touches a tensor: what happens is told
+to it by method calls, what follows from it is read with `take_events`. Calls come from one
+thread.
 
 Rules that hold at every moment:
 - A sequence is admitted only with all blocks that it can ever need (INV-ADMIT); from then on
@@ -15,17 +15,12 @@ Rules that hold at every moment:
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Final
 
-from kv_transfer.geometry import BlockId
-from workers.engine.block_pool import BlockPool, BlockState
+from workers.engine.block_pool import BlockPool
 from workers.engine.events import (
-    Admitted,
     ChunkComputed,
     Event,
     PromptComputed,
@@ -33,12 +28,18 @@ from workers.engine.events import (
     SequenceFailed,
     SequenceFinished,
     SequenceReleased,
-    TerminalEvent,
     TokensSampled,
 )
-from workers.engine.sequence import Sequence, SequenceMode, SequenceSpec, SequenceStatus
+from workers.engine.roster import Roster
+from workers.engine.sequence import (
+    IllegalTransitionError,
+    Sequence,
+    SequenceMode,
+    SequenceSpec,
+    SequenceStatus,
+)
 from workers.engine.step import ScheduledSequence, SequenceId, StepPlan, StepResult
-from workers.engine.ticket_queue import Ticket, TicketQueue
+from workers.engine.ticket_queue import TicketQueue
 from workers.errors import (
     ContextOverflowError,
     DeadlineExceededError,
@@ -46,11 +47,6 @@ from workers.errors import (
     WorkerError,
 )
 from workers.messages import FinishReason
-
-_WITH_TRANSFER: Final = frozenset({SequenceStatus.AWAITING_KV, SequenceStatus.QUARANTINED})
-"""States in which a transfer may be writing to the sequence's blocks."""
-
-_BY_ADMISSION: Final = attrgetter("admission")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,40 +79,35 @@ class SchedulerConfig:
             raise ValueError(f"queue_limit and aging_s must not be negative: {self}")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
     """What a scheduler has done since it was made."""
 
-    steps: int = 0
-    prompt_tokens: int = 0
+    steps: int
+    prompt_tokens: int
     """Prompt tokens computed here; those that came from another worker are not counted."""
-    output_tokens: int = 0
-    finished: int = 0
-    aborted: int = 0
-    failed: int = 0
+    output_tokens: int
+    """Sampled here or published."""
+    finished: int
+    aborted: int
+    failed: int
 
 
 class Scheduler:
     """Sequences in, step plans and events out."""
 
     def __init__(self, pool: BlockPool, config: SchedulerConfig) -> None:
-        self._pool = pool
         self._config = config
-        self._queue = TicketQueue(limit=config.queue_limit, aging_s=config.aging_s)
-        self._live: dict[SequenceId, Sequence] = {}
-        self._decoding: dict[SequenceId, Sequence] = {}
-        self._prefilling: list[Sequence] = []
-        self._num_active = 0
-        self._admissions = 0
+        queue = TicketQueue(limit=config.queue_limit, aging_s=config.aging_s)
+        self._roster = Roster(pool, queue, max_sequences=config.max_sequences)
         self._in_flight: StepPlan | None = None
-        self._in_flight_ids: frozenset[SequenceId] = frozenset()
-        # Blocks of ended sequences that the step in flight, or a transfer, may still write to.
-        self._until_commit: dict[SequenceId, tuple[BlockId, ...]] = {}
-        self._until_fence: dict[SequenceId, tuple[BlockId, ...]] = {}
         # Never later than the earliest deadline of a live sequence; may be earlier.
         self._deadline_bound = math.inf
-        self._events: list[Event] = []
-        self._totals = Totals()
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._output_tokens = 0
+
+    # -- what can be seen -----------------------------------------------------------------------
 
     @property
     def config(self) -> SchedulerConfig:
@@ -126,36 +117,47 @@ class Scheduler:
     @property
     def pool(self) -> BlockPool:
         """The pool; others only read it."""
-        return self._pool
-
-    @property
-    def totals(self) -> Totals:
-        """Counters since the start; others only read them."""
-        return self._totals
+        return self._roster.pool
 
     @property
     def num_waiting(self) -> int:
         """Sequences without blocks."""
-        return len(self._queue)
+        return len(self._roster.queue)
 
     @property
     def num_live(self) -> int:
         """Sequences that have not ended."""
-        return len(self._live)
+        return len(self._roster.live)
+
+    @property
+    def totals(self) -> Totals:
+        """A snapshot of the counters."""
+        endings = self._roster.endings
+        return Totals(
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            finished=endings.finished,
+            aborted=endings.aborted,
+            failed=endings.failed,
+        )
 
     def status_of(self, sequence_id: SequenceId) -> SequenceStatus | None:
         """A live sequence's state; None once it has ended."""
-        sequence = self._live.get(sequence_id)
+        sequence = self._roster.live.get(sequence_id)
         return None if sequence is None else sequence.status
 
     def count_by_status(self) -> Mapping[SequenceStatus, int]:
         """Live sequences by state; states with none are left out."""
-        return Counter(sequence.status for sequence in self._live.values())
+        return dict(Counter(sequence.status for sequence in self._roster.live.values()))
 
     def take_events(self) -> list[Event]:
         """What happened since the call before, in order."""
-        events, self._events = self._events, []
-        return events
+        return self._roster.take_events()
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError, with the invariant's id, if the state contradicts itself."""
+        self._roster.check_invariants()
 
     # -- sequences come and go ------------------------------------------------------------------
 
@@ -166,43 +168,33 @@ class Scheduler:
         it is too late already, `QueueFullError` if too many wait; nothing is kept of it then.
         """
         self._refuse_impossible(spec, now)
-        sequence = Sequence.from_spec(spec)
-        num_blocks = self._pool.blocks_for(spec.num_reserved_tokens)
-        if not (len(self._queue) == 0 and self._try_admit(sequence, num_blocks)):
-            self._queue.push(
-                Ticket(
-                    sequence_id=spec.sequence_id,
-                    num_blocks=num_blocks,
-                    enqueued_at=now,
-                    priority=spec.priority,
-                )
-            )
-        self._live[spec.sequence_id] = sequence
+        self._roster.add(spec, now)
         if spec.deadline is not None:
             self._deadline_bound = min(self._deadline_bound, spec.deadline)
-        self._admit()  # it may have become the head, and need less than the head before it
 
     def cancel(self, sequence_id: SequenceId) -> bool:
         """End a sequence in any state; False if it has ended already."""
-        sequence = self._live.get(sequence_id)
+        sequence = self._roster.live.get(sequence_id)
         if sequence is None:
             return False
-        self._end(sequence, SequenceStatus.ABORTED, SequenceAborted(sequence_id=sequence_id))
-        self._admit()
+        aborted = SequenceAborted(sequence_id=sequence_id)
+        self._roster.end(sequence, SequenceStatus.ABORTED, aborted)
+        self._roster.admit()
         return True
 
     def release(self, sequence_id: SequenceId) -> bool:
         """A HELD sequence's reader is done: free its blocks; False if it has ended already."""
-        sequence = self._live.get(sequence_id)
+        sequence = self._live_in(SequenceStatus.HELD, sequence_id)
         if sequence is None:
             return False
-        self._end(sequence, SequenceStatus.FINISHED, SequenceReleased(sequence_id=sequence_id))
-        self._admit()
+        released = SequenceReleased(sequence_id=sequence_id)
+        self._roster.end(sequence, SequenceStatus.FINISHED, released)
+        self._roster.admit()
         return True
 
     def fail_all(self, error: WorkerError) -> None:
         """End every sequence with an error, waiting and HELD ones included."""
-        for sequence in list(self._live.values()):
+        for sequence in list(self._roster.live.values()):
             self._fail(sequence, error)
 
     # -- KV that comes from another worker ------------------------------------------------------
@@ -212,14 +204,13 @@ class Scheduler:
 
         False if the sequence has ended; the caller then owes the fence.
         """
-        sequence = self._live.get(sequence_id)
+        sequence = self._live_in(SequenceStatus.AWAITING_KV, sequence_id)
         if sequence is None:
             return False
-        sequence.move_to(SequenceStatus.DECODING)
-        self._decoding[sequence_id] = sequence
-        self._computed(sequence, sequence.num_prompt_tokens)
+        self._roster.start_decoding(sequence)
+        self._roster.computed(sequence, sequence.num_prompt_tokens)
         self._accept(sequence, first_token)
-        self._admit()
+        self._roster.admit()
         return True
 
     def prefill_here(self, sequence_id: SequenceId) -> bool:
@@ -227,10 +218,10 @@ class Scheduler:
 
         No transfer may be writing to its blocks: after a failed one, `quarantine` and `fence`.
         """
-        sequence = self._live.get(sequence_id)
+        sequence = self._live_in(SequenceStatus.AWAITING_KV, sequence_id)
         if sequence is None:
             return False
-        self._start_prefill(sequence)
+        self._roster.start_prefill(sequence)
         return True
 
     def quarantine(self, sequence_id: SequenceId) -> bool:
@@ -238,11 +229,10 @@ class Scheduler:
 
         `fence` must follow in either case, once the transport can write no more.
         """
-        sequence = self._live.get(sequence_id)
+        sequence = self._live_in(SequenceStatus.AWAITING_KV, sequence_id)
         if sequence is None:
             return False
-        sequence.move_to(SequenceStatus.QUARANTINED)
-        self._pool.quarantine(sequence.block_ids)
+        self._roster.quarantine(sequence)
         return True
 
     def fence(self, sequence_id: SequenceId) -> bool:
@@ -251,19 +241,16 @@ class Scheduler:
         A live sequence can be tried again (AWAITING_KV); an ended one's blocks are freed. Safe to
         repeat, and without effect if nothing is quarantined for the sequence.
         """
-        block_ids = self._until_fence.pop(sequence_id, None)
-        if block_ids is not None:
-            self._pool.unquarantine(block_ids)
-            self._pool.release(block_ids)
-            self._admit()
-            return False
-        sequence = self._live.get(sequence_id)
-        if sequence is not None and sequence.status is SequenceStatus.QUARANTINED:
-            sequence.move_to(SequenceStatus.AWAITING_KV)
-            self._pool.unquarantine(sequence.block_ids)
-        return sequence is not None
+        self._roster.fence(sequence_id)
+        self._roster.admit()
+        return sequence_id in self._roster.live
 
     # -- time -----------------------------------------------------------------------------------
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` should be called if nothing else happens before."""
+        return None if self._deadline_bound == math.inf else self._deadline_bound
 
     def expire(self, now: float) -> None:
         """Fail every sequence whose deadline is not after now.
@@ -272,29 +259,16 @@ class Scheduler:
         """
         if now < self._deadline_bound:
             return
-        for sequence in list(self._live.values()):
+        self._deadline_bound = math.inf
+        for sequence in list(self._roster.live.values()):
             deadline = sequence.spec.deadline
-            if deadline is None or deadline > now or sequence.status is SequenceStatus.HELD:
+            if deadline is None or sequence.status is SequenceStatus.HELD:
                 continue
-            late = DeadlineExceededError(
-                f"the deadline passed while the request was {sequence.status.value}, "
-                f"after {sequence.num_output_tokens} output tokens"
-            )
-            self._fail(sequence, late)
-        self._deadline_bound = min(
-            (
-                sequence.spec.deadline
-                for sequence in self._live.values()
-                if sequence.spec.deadline is not None and sequence.status is not SequenceStatus.HELD
-            ),
-            default=math.inf,
-        )
-        self._admit()
-
-    @property
-    def next_deadline(self) -> float | None:
-        """When `expire` should be called if nothing else happens before."""
-        return None if self._deadline_bound == math.inf else self._deadline_bound
+            if deadline <= now:
+                self._fail(sequence, _too_late(sequence))
+            else:
+                self._deadline_bound = min(self._deadline_bound, deadline)
+        self._roster.admit()
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -302,16 +276,15 @@ class Scheduler:
         """The next step, or None if no sequence has anything to compute.
 
         Every decoding sequence gets its row first: a gap between tokens is what a reader sees.
-        Prompts share what is left in the order of admission: finishing the oldest first gives
-        each prompt its first token as early as any order can without delaying an older one, and
-        its finished chunks can be handed over soonest. `prefill_chunk_tokens` leaves younger
-        prompts a share of the step where step_tokens is larger.
+        Prompts share what is left in the order of admission: finishing the oldest first never
+        delays it for a younger one, and its finished chunks can be handed over soonest.
+        `prefill_chunk_tokens` leaves younger prompts a share where step_tokens is larger.
         """
         assert self._in_flight is None, "plan() called while a step is in flight"
         self.expire(now)
-        scheduled = [_decode_row(sequence) for sequence in self._decoding.values()]
+        scheduled = [_decode_row(sequence) for sequence in self._roster.decoding.values()]
         budget = self._config.step_tokens - len(scheduled)
-        for sequence in self._prefilling:
+        for sequence in self._roster.prefilling:
             if budget == 0:
                 break
             chunk = _prompt_chunk(sequence, min(budget, self._config.prefill_chunk_tokens))
@@ -319,11 +292,10 @@ class Scheduler:
             budget -= len(chunk.token_ids)
         if not scheduled:
             return None
-        plan = StepPlan(step_id=self._totals.steps, sequences=tuple(scheduled))
-        self._totals.steps += 1
-        self._in_flight = plan
-        self._in_flight_ids = frozenset(entry.sequence_id for entry in scheduled)
-        return plan
+        self._in_flight = StepPlan(step_id=self._steps, sequences=tuple(scheduled))
+        self._steps += 1
+        self._roster.take_off(entry.sequence_id for entry in scheduled)
+        return self._in_flight
 
     def commit(self, result: StepResult) -> None:
         """Take in what the step in flight gave.
@@ -334,19 +306,19 @@ class Scheduler:
         plan = self._checked_plan(result)
         self._land()
         for entry in plan.sequences:
-            sequence = self._live.get(entry.sequence_id)
+            sequence = self._roster.live.get(entry.sequence_id)
             if sequence is None:
                 continue  # ended during the step: its token is nobody's
             reason = result.failed.get(entry.sequence_id)
             if reason is not None:
                 self._fail(sequence, StepFailedError(reason))
                 continue
-            self._computed(sequence, entry.end)
+            self._roster.computed(sequence, entry.end)
             if sequence.status is SequenceStatus.PREFILLING:
                 self._commit_chunk(sequence, entry, result)
             else:
                 self._accept(sequence, result.token_ids[entry.sequence_id])
-        self._admit()
+        self._roster.admit()
 
     def fail_step(self, error: WorkerError) -> None:
         """The step in flight broke: every sequence in it ends with error, the others go on."""
@@ -354,17 +326,25 @@ class Scheduler:
         assert plan is not None, "fail_step() called while no step is in flight"
         self._land()
         for entry in plan.sequences:
-            sequence = self._live.get(entry.sequence_id)
+            sequence = self._roster.live.get(entry.sequence_id)
             if sequence is not None:
                 self._fail(sequence, error)
-        self._admit()
+        self._roster.admit()
 
     # -- the parts ------------------------------------------------------------------------------
 
+    def _live_in(self, status: SequenceStatus, sequence_id: SequenceId) -> Sequence | None:
+        """The sequence, or None if it has ended; in any other state than status it is a bug."""
+        sequence = self._roster.live.get(sequence_id)
+        if sequence is not None and sequence.status is not status:
+            raise IllegalTransitionError(
+                f"sequence {sequence_id} is {sequence.status.value}, needed {status.value}"
+            )
+        return sequence
+
     def _refuse_impossible(self, spec: SequenceSpec, now: float) -> None:
         prompt, max_tokens = len(spec.prompt_token_ids), spec.sampling.max_tokens
-        taken = (self._live, self._until_fence, self._in_flight_ids)
-        if any(spec.sequence_id in ids for ids in taken):
+        if self._roster.knows(spec.sequence_id):
             raise ValueError(f"sequence {spec.sequence_id} exists already")
         if prompt < 1 or max_tokens < 1:
             raise ValueError(
@@ -378,34 +358,6 @@ class Scheduler:
             )
         if spec.deadline is not None and spec.deadline <= now:
             raise DeadlineExceededError("the deadline had passed when the request arrived")
-
-    def _admit(self) -> None:
-        """Serve the queue's head while there is room for it; nobody overtakes it."""
-        while (head := self._queue.head) is not None:
-            if not self._try_admit(self._live[head.sequence_id], head.num_blocks):
-                return
-            self._queue.pop()
-
-    def _try_admit(self, sequence: Sequence, num_blocks: int) -> bool:
-        if self._num_active >= self._config.max_sequences:
-            return False
-        block_ids = self._pool.reserve(num_blocks)
-        if block_ids is None:
-            return False
-        sequence.block_ids = block_ids
-        sequence.admission = self._admissions
-        self._admissions += 1
-        self._num_active += 1
-        if sequence.spec.mode is SequenceMode.AWAIT_KV:
-            sequence.move_to(SequenceStatus.AWAITING_KV)
-        else:
-            self._start_prefill(sequence)
-        self._events.append(Admitted(sequence_id=sequence.sequence_id, block_ids=block_ids))
-        return True
-
-    def _start_prefill(self, sequence: Sequence) -> None:
-        sequence.move_to(SequenceStatus.PREFILLING)
-        insort(self._prefilling, sequence, key=_BY_ADMISSION)
 
     def _checked_plan(self, result: StepResult) -> StepPlan:
         plan = self._in_flight
@@ -424,67 +376,43 @@ class Scheduler:
         return plan
 
     def _land(self) -> None:
-        """The step is over: nothing writes to the blocks of what ended during it any more."""
         self._in_flight = None
-        self._in_flight_ids = frozenset()
-        for block_ids in self._until_commit.values():
-            self._pool.release(block_ids)
-        self._until_commit.clear()
-
-    def _computed(self, sequence: Sequence, num_computed: int) -> None:
-        """The sequence's first num_computed tokens have KV now."""
-        sequence.num_computed = num_computed
-        num_used = self._pool.blocks_for(num_computed)
-        if num_used > sequence.num_used_blocks:
-            self._pool.mark_used(sequence.block_ids[sequence.num_used_blocks : num_used])
-            sequence.num_used_blocks = num_used
+        self._roster.land()
 
     def _commit_chunk(
         self, sequence: Sequence, entry: ScheduledSequence, result: StepResult
     ) -> None:
         """A prompt chunk is computed; after the last one the first token is there too."""
-        self._totals.prompt_tokens += len(entry.token_ids)
+        self._prompt_tokens += len(entry.token_ids)
         is_kept = sequence.spec.mode is SequenceMode.PREFILL_ONLY
         if is_kept:
-            self._events.append(
-                ChunkComputed(
-                    sequence_id=entry.sequence_id,
-                    num_computed=entry.end,
-                    block_ids=sequence.block_ids,
-                )
+            computed = ChunkComputed(
+                sequence_id=entry.sequence_id,
+                num_computed=entry.end,
+                block_ids=sequence.block_ids,
             )
+            self._roster.emit(computed)
         if entry.sampling is None:
             return
         token_id = result.token_ids[entry.sequence_id]
-        self._prefilling.remove(sequence)
         if is_kept:
-            self._hold(sequence, token_id)
+            self._output_tokens += 1
+            self._roster.hold(sequence)
+            self._roster.emit(PromptComputed(sequence_id=entry.sequence_id, first_token=token_id))
         else:
-            sequence.move_to(SequenceStatus.DECODING)
-            self._decoding[entry.sequence_id] = sequence
+            self._roster.start_decoding(sequence)
             self._accept(sequence, token_id)
-
-    def _hold(self, sequence: Sequence, first_token: int) -> None:
-        """Keep a computed prompt's blocks for a reader; it takes no part in steps any more."""
-        sequence.move_to(SequenceStatus.HELD)
-        self._num_active -= 1
-        self._totals.output_tokens += 1
-        self._events.append(
-            PromptComputed(sequence_id=sequence.sequence_id, first_token=first_token)
-        )
 
     def _accept(self, sequence: Sequence, token_id: int) -> None:
         """One more output token: pass it on, and see whether it was the last."""
         sequence.token_ids.append(token_id)
-        self._totals.output_tokens += 1
-        sampling = sequence.spec.sampling
-        if token_id in sampling.stop_token_ids:
+        self._output_tokens += 1
+        spec = sequence.spec
+        if token_id in spec.sampling.stop_token_ids:
             self._finish(sequence, FinishReason.STOP)
             return
-        self._events.append(
-            TokensSampled(sequence_id=sequence.spec.sequence_id, token_ids=(token_id,))
-        )
-        if sequence.num_output_tokens >= sampling.max_tokens:
+        self._roster.emit(TokensSampled(sequence_id=spec.sequence_id, token_ids=(token_id,)))
+        if sequence.num_output_tokens >= spec.sampling.max_tokens:
             self._finish(sequence, FinishReason.LENGTH)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -494,122 +422,18 @@ class Scheduler:
             prompt_tokens=sequence.num_prompt_tokens,
             completion_tokens=sequence.num_output_tokens,
         )
-        self._end(sequence, SequenceStatus.FINISHED, finished)
+        self._roster.end(sequence, SequenceStatus.FINISHED, finished)
 
     def _fail(self, sequence: Sequence, error: WorkerError) -> None:
         failed = SequenceFailed(sequence_id=sequence.sequence_id, error=error)
-        self._end(sequence, SequenceStatus.FAILED, failed)
+        self._roster.end(sequence, SequenceStatus.FAILED, failed)
 
-    def _end(self, sequence: Sequence, status: SequenceStatus, event: TerminalEvent) -> None:
-        """The one way out for every sequence; admits nobody, so that callers can loop."""
-        before = sequence.status
-        sequence.move_to(status)
-        del self._live[sequence.sequence_id]
-        self._leave(sequence, before)
-        self._give_back(sequence, before)
-        self._count_end(status)
-        self._events.append(event)
 
-    def _leave(self, sequence: Sequence, before: SequenceStatus) -> None:
-        """Take the sequence out of the collection that its state put it in."""
-        match before:
-            case SequenceStatus.WAITING:
-                self._queue.remove(sequence.sequence_id)
-            case SequenceStatus.PREFILLING:
-                self._prefilling.remove(sequence)
-            case SequenceStatus.DECODING:
-                del self._decoding[sequence.sequence_id]
-            case _:
-                pass
-        if before not in (SequenceStatus.WAITING, SequenceStatus.HELD):
-            self._num_active -= 1
-
-    def _give_back(self, sequence: Sequence, before: SequenceStatus) -> None:
-        """Free the blocks as soon as nobody can write to them."""
-        sequence_id, block_ids = sequence.sequence_id, sequence.block_ids
-        if before in _WITH_TRANSFER:
-            if before is SequenceStatus.AWAITING_KV:
-                self._pool.quarantine(block_ids)
-            self._until_fence[sequence_id] = block_ids
-        elif sequence_id in self._in_flight_ids:
-            self._until_commit[sequence_id] = block_ids
-        elif block_ids:
-            self._pool.release(block_ids)
-
-    def _count_end(self, status: SequenceStatus) -> None:
-        match status:
-            case SequenceStatus.FINISHED:
-                self._totals.finished += 1
-            case SequenceStatus.ABORTED:
-                self._totals.aborted += 1
-            case _:
-                self._totals.failed += 1
-
-    # -- self-check -----------------------------------------------------------------------------
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError, with the invariant's id, if the state contradicts itself."""
-        self._pool.check_invariants()
-        self._queue.check_invariants()
-        self._check_ownership()
-        for sequence in self._live.values():
-            self._check_sequence(sequence)
-        active = sum(
-            sequence.status not in (SequenceStatus.WAITING, SequenceStatus.HELD)
-            for sequence in self._live.values()
-        )
-        assert active == self._num_active <= self._config.max_sequences, (
-            f"INV-ADMIT: {active} sequences are active, {self._num_active} were counted, "
-            f"the limit is {self._config.max_sequences}"
-        )
-        head = self._queue.head
-        assert (
-            head is None
-            or active == self._config.max_sequences
-            or head.num_blocks > self._pool.num_free
-        ), f"INV-ADMIT: sequence {head.sequence_id} waits although there is room"
-
-    def _check_ownership(self) -> None:
-        """Every taken block has exactly one owner."""
-        owned: list[BlockId] = []
-        for sequence in self._live.values():
-            owned.extend(sequence.block_ids)
-        for block_ids in (*self._until_commit.values(), *self._until_fence.values()):
-            owned.extend(block_ids)
-        taken = self._pool.num_blocks - self._pool.num_free
-        assert len(owned) == len(set(owned)) == taken, (
-            f"INV-CONSERVE: {taken} blocks are taken, {len(set(owned))} have an owner, "
-            f"{len(owned) - len(set(owned))} have two"
-        )
-        unsafe = [
-            block_id
-            for block_ids in self._until_fence.values()
-            for block_id in block_ids
-            if self._pool.state(block_id) is not BlockState.QUARANTINED
-        ]
-        assert not unsafe, f"INV-FENCE: blocks {unsafe} left quarantine before the fence"
-
-    def _check_sequence(self, sequence: Sequence) -> None:
-        if sequence.status is SequenceStatus.WAITING:
-            assert not sequence.block_ids, "INV-ADMIT: a waiting sequence holds blocks"
-            return
-        needed = self._pool.blocks_for(sequence.spec.num_reserved_tokens)
-        assert len(sequence.block_ids) == needed, (
-            f"INV-ADMIT: sequence {sequence.sequence_id} holds {len(sequence.block_ids)} blocks, "
-            f"reserved were {needed}"
-        )
-        num_used = self._pool.blocks_for(sequence.num_computed)
-        rest = (
-            BlockState.QUARANTINED
-            if sequence.status is SequenceStatus.QUARANTINED
-            else BlockState.RESERVED
-        )
-        for index, block_id in enumerate(sequence.block_ids):
-            expected = BlockState.USED if index < num_used else rest
-            assert self._pool.state(block_id) is expected, (
-                f"INV-CONSERVE: block {block_id} of a {sequence.status.value} sequence is "
-                f"{self._pool.state(block_id).name.lower()}, expected {expected.name.lower()}"
-            )
+def _too_late(sequence: Sequence) -> DeadlineExceededError:
+    return DeadlineExceededError(
+        f"the deadline passed while the request was {sequence.status.value}, "
+        f"after {sequence.num_output_tokens} output tokens"
+    )
 
 
 def _decode_row(sequence: Sequence) -> ScheduledSequence:
