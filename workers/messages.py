@@ -40,8 +40,6 @@ class GenerateRequest:
     """Grows when Front sends the same sequence again; frames carry it back."""
     timeout_s: float | None = None
     """Time left until the client's deadline, as a duration: clocks of hosts differ."""
-    priority: int = 0
-    """Place in the ticket queue: smaller is served earlier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
