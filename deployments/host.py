@@ -1,0 +1,48 @@
+"""What this machine gives the workers: cores, memory, arithmetic. Container limits count."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+__all__ = ["available_bytes", "available_cores", "has_bf16_cpu"]
+
+_ROOT = Path("/")
+
+
+def available_cores(root: Path = _ROOT) -> int:
+    """Cores that this process may keep busy: its affinity's, or a container's quota if less."""
+    cores = len(os.sched_getaffinity(0))
+    quota, _, period = _read(root / "sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit():
+        cores = min(cores, int(quota) // int(period))
+    return max(1, cores)
+
+
+def available_bytes(root: Path = _ROOT) -> int:
+    """Memory that can be taken without swapping, within the container's limit if there is one."""
+    available = int(psutil.virtual_memory().available)
+    group = root / "sys/fs/cgroup"
+    limit, used = _read(group / "memory.max"), _read(group / "memory.current")
+    if limit.isdigit() and used.isdigit():
+        # Files read once count as used until someone needs their memory.
+        pages = _read(group / "memory.stat").split()
+        files = dict(zip(pages[::2], pages[1::2], strict=False)).get("inactive_file", "0")
+        available = min(available, max(0, int(limit) - int(used) + int(files)))
+    return available
+
+
+def has_bf16_cpu(root: Path = _ROOT) -> bool:
+    """Whether this CPU multiplies bf16 in hardware (the flags that torch looks at)."""
+    flags = _read(root / "proc/cpuinfo").split()
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _read(path: Path) -> str:
+    """The file's text; empty where the kernel does not offer it."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

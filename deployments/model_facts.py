@@ -1,0 +1,106 @@
+"""A model's facts for planning: from `ModelInfo` where it is loaded, else from its config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs.schema import ModelSettings
+from workers.models.errors import ModelAccessError, ModelFormatError, ModelNotFoundError
+from workers.planning import ModelFacts, resolve_dtype
+
+if TYPE_CHECKING:
+    from workers.models.loading import ModelInfo
+
+__all__ = ["facts_from_info", "find_snapshot", "read_facts"]
+
+_STORED_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def facts_from_info(info: ModelInfo, model: ModelSettings, *, has_bf16_cpu: bool) -> ModelFacts:
+    """The facts of a model whose weights' headers were read."""
+    dtype, element_bytes = resolve_dtype(model, has_bf16_cpu=has_bf16_cpu)
+    return ModelFacts(
+        digest=info.weights_digest,
+        context_length=info.context_length,
+        num_layers=info.num_layers,
+        num_kv_heads=info.num_kv_heads,
+        head_dim=info.head_dim,
+        dtype=dtype,
+        element_bytes=element_bytes,
+        vocab_size=info.vocab_size,
+        weight_bytes=info.num_parameters * element_bytes,
+    )
+
+
+def read_facts(path: Path, model: ModelSettings, *, has_bf16_cpu: bool) -> ModelFacts:
+    """The facts of the model in a directory, for sizing only, in milliseconds where possible.
+
+    A configuration that leaves something to the defaults of its family is read by transformers.
+    """
+    config = _read_config(path)
+    sizes = _explicit_sizes(config.get("text_config", config))
+    if sizes is None:
+        # Imported here: torch and transformers take seconds, and most models do without them.
+        from workers.models.loading import load_model_info
+
+        return facts_from_info(load_model_info(path), model, has_bf16_cpu=has_bf16_cpu)
+    dtype, element_bytes = resolve_dtype(model, has_bf16_cpu=has_bf16_cpu)
+    stored = _STORED_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")))
+    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return ModelFacts(
+        digest="",  # nothing is exchanged by these facts, and the digest needs the weights
+        context_length=sizes["max_position_embeddings"],
+        num_layers=sizes["num_hidden_layers"],
+        num_kv_heads=sizes["num_key_value_heads"],
+        head_dim=sizes["head_dim"],
+        dtype=dtype,
+        element_bytes=element_bytes,
+        vocab_size=sizes["vocab_size"],
+        weight_bytes=weights * element_bytes // stored if weights and stored else None,
+    )
+
+
+def find_snapshot(repo_id: str, cache_dir: Path) -> Path:
+    """A hub model that was pulled before; never downloads. For `ModelStore(fetch_snapshot=...)`."""
+    # Imported here: an optional source, whose client takes half a second to import.
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(repo_id, cache_dir=cache_dir, local_files_only=True))
+    except errors.LocalEntryNotFoundError as error:
+        raise ModelNotFoundError(
+            f"Model {repo_id!r} is not in the cache; run `baton models pull {repo_id}` first."
+        ) from error
+    except errors.HFValidationError as error:
+        raise ModelNotFoundError(f"{repo_id!r} is not a valid hub id: {error}") from error
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelAccessError(f"{file} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ModelFormatError(f"{file} is not valid JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise ModelFormatError(f"{file} does not hold a JSON object.")
+    return config
+
+
+def _explicit_sizes(config: object) -> dict[str, int] | None:
+    """Every size that planning needs, or None if the configuration does not state them all."""
+    names = (
+        "max_position_embeddings",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+    )
+    values = config if isinstance(config, dict) else {}
+    sizes = {name: values.get(name) for name in names}
+    stated = {name: size for name, size in sizes.items() if type(size) is int and size > 0}
+    return stated if len(stated) == len(names) else None

@@ -1,0 +1,89 @@
+"""What `baton check` finds out about this machine and prints about the plan for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from configs.schema import Settings
+from deployments.host import available_bytes, available_cores, has_bf16_cpu
+from deployments.model_facts import find_snapshot, read_facts
+from deployments.terminal.tables import format_columns
+from workers.models.store import ModelStore, default_cache_dir
+from workers.planning import DeploymentPlan, Outcome, WorkerPlan, format_bytes, plan
+
+__all__ = ["plan_as_json", "plan_as_text", "plan_for_host"]
+
+_MARKS = {Outcome.HOLDS: "ok", Outcome.WARNS: "warn", Outcome.FAILS: "FAIL"}
+_HEADINGS = ("ROLE", "WORKERS", "THREADS", "BLOCKS", "TOKENS", "SIZE", "FULL WINDOWS")
+
+
+def plan_for_host(settings: Settings, environ: Mapping[str, str]) -> DeploymentPlan:
+    """The plan of a start here and now; downloads nothing. Raises ModelError."""
+    store = ModelStore(default_cache_dir(environ), fetch_snapshot=find_snapshot)
+    path = store.resolve(settings.model.source).path
+    facts = read_facts(path, settings.model, has_bf16_cpu=has_bf16_cpu())
+    is_host_memory = settings.model.device == "cpu"
+    return plan(
+        settings,
+        facts,
+        cores=available_cores(),
+        available_bytes=available_bytes() if is_host_memory else None,
+    )
+
+
+def plan_as_text(settings: Settings, deployment: DeploymentPlan) -> str:
+    """The model, the pools (sizes are those of one worker), and each check with its numbers."""
+    layout = deployment.layout
+    own = "" if settings.model.max_model_len else ", the model's own"
+    rows = [_HEADINGS, *(_row(worker) for worker in deployment.workers)]
+    checks = [(_MARKS[check.outcome], check.id, check.sentence) for check in deployment.checks]
+    return "\n".join(
+        [
+            f"Model   {settings.model.source}, served as {settings.model.served_name}",
+            f"Window  {deployment.window} tokens{own}",
+            f"KV      {format_bytes(layout.bytes_per_token)} per token, "
+            f"{format_bytes(layout.bytes_per_block)} per block of {layout.block_size} tokens, "
+            f"{layout.dtype}",
+            f"Pools   {format_bytes(deployment.total_pool_bytes)} in all",
+            "",
+            format_columns(rows),
+            "",
+            format_columns(checks),
+        ]
+    )
+
+
+def plan_as_json(settings: Settings, deployment: DeploymentPlan) -> dict[str, Any]:
+    """The same for programs; sizes in tokens and bytes."""
+    layout = deployment.layout
+    return {
+        "ok": deployment.ok,
+        "model": {"source": settings.model.source, "name": settings.model.served_name},
+        "window": deployment.window,
+        "kv": {
+            "dtype": layout.dtype,
+            "block_size": layout.block_size,
+            "bytes_per_token": layout.bytes_per_token,
+            "bytes_per_block": layout.bytes_per_block,
+        },
+        "total_pool_bytes": deployment.total_pool_bytes,
+        "workers": [asdict(worker) for worker in deployment.workers],
+        "checks": [
+            {"id": check.id, "outcome": check.outcome.value, "sentence": check.sentence}
+            for check in deployment.checks
+        ],
+    }
+
+
+def _row(worker: WorkerPlan) -> tuple[str, ...]:
+    return (
+        worker.role,
+        str(worker.replicas),
+        str(worker.threads),
+        str(worker.num_blocks),
+        str(worker.pool_tokens),
+        format_bytes(worker.pool_bytes),
+        str(worker.full_windows),
+    )
