@@ -1,0 +1,187 @@
+"""One transfer as the receiver drives it: the protocol's decisions carried out on a session.
+
+Runs on the transfer thread. Ends only after the transport's fence, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Never
+
+from kv_transfer.handoff import Grant, PeerInfo, TransferKey, Verdict
+from kv_transfer.protocol import (
+    Action,
+    Answered,
+    Begin,
+    BlockLanded,
+    Confirm,
+    Fail,
+    Fenced,
+    Fetch,
+    Granted,
+    Opened,
+    Publish,
+    ReceiverProtocol,
+    Recycle,
+    TransferState,
+)
+from kv_transfer.transfer_thread import run_beside
+from kv_transfer.transport import (
+    BlockMemory,
+    Clock,
+    CorruptTransferError,
+    FetchSession,
+    InvalidTransferError,
+    Landed,
+    TransferDeadlineError,
+    Transport,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullOrder:
+    """What to pull, from whom, and how long it may take."""
+
+    transport: Transport
+    memory: BlockMemory
+    peer: PeerInfo
+    key: TransferKey
+    me: PeerInfo
+    num_tokens: int
+    renew_every_s: float
+    deadline_s: float
+
+
+class Pull:
+    """Carries out one order, once."""
+
+    def __init__(self, order: PullOrder, protocol: ReceiverProtocol, clock: Clock) -> None:
+        """`protocol` knows the placement; times are read from `clock`."""
+        self._order = order
+        self._protocol = protocol
+        self._clock = clock
+        self._session: FetchSession | None = None
+        self._arrived: asyncio.Queue[tuple[Grant, float]] = asyncio.Queue()
+        self._last_grant_at = 0.0
+        self.is_ending = False
+        """The fence is being waited for: cancelling could only break it."""
+
+    @property
+    def blocks_landed(self) -> int:
+        """Blocks that landed and were verified."""
+        return self._protocol.blocks_landed
+
+    @property
+    def is_quiesced(self) -> bool:
+        """Whether no byte lands any more."""
+        return self._protocol.state in (
+            TransferState.PUBLISHED,
+            TransferState.QUIESCED,
+            TransferState.FREE,
+        )
+
+    async def run(self) -> Landed:
+        """Pull everything and have it confirmed; raises the `TransferError` tree."""
+        started_at = self._clock()
+        try:
+            await self._pull_in_time()
+        except BaseException:
+            await self._drain()
+            raise
+        confirmed_at = self._clock()
+        await self._close()
+        self._protocol.apply(Publish())
+        return self._landed(started_at, confirmed_at)
+
+    def abandon(self) -> None:
+        """End an order that was never begun: nothing was asked for, so nothing can land."""
+        if self._protocol.state is TransferState.RESERVED:
+            self._protocol.apply(Fail())
+            self._protocol.apply(Fenced())
+
+    def recycle(self) -> None:
+        """The destination blocks of a failed transfer go back to the pool; safe to repeat."""
+        if self._protocol.state is TransferState.QUIESCED:
+            self._protocol.apply(Recycle())
+
+    async def _pull_in_time(self) -> None:
+        self._protocol.apply(Begin())
+        deadline = asyncio.timeout(self._order.deadline_s)
+        try:
+            async with deadline:
+                order = self._order
+                session = await order.transport.connect(
+                    order.memory, order.peer, order.key, order.me
+                )
+                self._session = session
+                self._protocol.apply(Opened())
+                await run_beside(self._follow(session), self._renew(session), self._listen(session))
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise TransferDeadlineError(
+                f"transfer {self._order.key.transfer_id} took over {self._order.deadline_s} s "
+                f"while {self._protocol.state.value}"
+            ) from error
+
+    async def _follow(self, session: FetchSession) -> None:
+        """Fetch each grant, while prefill computes what the next one will hold; then confirm."""
+        action: Action | None = None
+        while not isinstance(action, Confirm):
+            grant, self._last_grant_at = await self._arrived.get()
+            action = self._protocol.apply(Granted(grant))
+            if isinstance(action, Fetch):
+                action = await self._fetch(session, action)
+        verdict = await session.confirm()
+        self._protocol.apply(Answered(verdict))
+        if verdict is not Verdict.VALID:
+            raise InvalidTransferError(
+                f"transfer {self._order.key.transfer_id}: blocks changed while they were read"
+            )
+
+    async def _fetch(self, session: FetchSession, fetch: Fetch) -> Action | None:
+        action: Action | None = None
+        async for block in session.fetch(fetch.blocks, fetch.placement):
+            action = self._protocol.apply(BlockLanded(block))
+        return action
+
+    async def _listen(self, session: FetchSession) -> None:
+        """Take grants as they arrive: their time counts from then, not from their fetch."""
+        async for grant in session.grants():
+            self._arrived.put_nowait((grant, self._clock()))
+            if grant.is_last:
+                return
+        raise CorruptTransferError("the grants ended without a last one")
+
+    async def _renew(self, session: FetchSession) -> Never:
+        while True:
+            await asyncio.sleep(self._order.renew_every_s)
+            await session.renew()
+
+    async def _drain(self) -> None:
+        if self._protocol.state is not TransferState.DRAINING:  # as INVALID has made it
+            self._protocol.apply(Fail())
+        self.is_ending = True
+        if self._session is not None:
+            await self._session.release()
+        await self._close()
+        self._protocol.apply(Fenced())
+
+    async def _close(self) -> None:
+        self.is_ending = True
+        if self._session is not None:
+            await self._session.close()
+
+    def _landed(self, started_at: float, confirmed_at: float) -> Landed:
+        first = self._protocol.first
+        assert first is not None, "INV-COVER: confirmed without a last grant"
+        num_blocks = self._protocol.blocks_landed
+        return Landed(
+            first=first,
+            num_tokens=self._order.num_tokens,
+            num_blocks=num_blocks,
+            num_bytes=num_blocks * self._order.memory.bytes_per_block,
+            fetch_s=confirmed_at - started_at,
+            wait_s=confirmed_at - self._last_grant_at,
+        )

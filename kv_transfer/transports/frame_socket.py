@@ -1,0 +1,120 @@
+"""One non-blocking TCP connection as the tcp transport needs it: exact reads, guarded writes.
+
+Bytes go straight between the socket and the caller's memory. All of it runs on the loop of one
+thread, and no read or write is in progress while that thread does anything else: once `close` has
+returned, no byte reaches or leaves the memory that was handed in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+
+from kv_transfer.transport import PeerLostError
+
+SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
+_YIELD_AFTER_BYTES = 1024 * 1024  # a peer that is never slow must not keep other transfers waiting
+
+
+class FrameSocket:
+    """Reads and writes whole pieces on a connected socket, which it owns."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Take over a connected socket."""
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._loop = asyncio.get_running_loop()
+        self._since_yield = 0
+        self.bytes_received = 0
+        """Total; a watchdog sees by it that the peer is alive, even inside one long frame."""
+
+    async def receive_into(self, view: memoryview) -> None:
+        """Fill the view; `PeerLostError` if the connection ends first."""
+        position, size = 0, view.nbytes
+        while position < size:
+            received = self._receive_some(view[position:])
+            if received is None:
+                await self._ready(self._loop.add_reader, self._loop.remove_reader)
+                continue
+            position += received
+            self.bytes_received += received
+            await self._yield_sometimes(received)
+
+    async def send(
+        self, pieces: Sequence[bytes | memoryview], still_allowed: Callable[[], None] | None = None
+    ) -> None:
+        """Write all pieces in order; `PeerLostError` if the connection ends first.
+
+        Whenever other tasks may have run, `still_allowed` is called before more bytes leave: what
+        it raises ends the send in the middle of a frame, and the connection must be closed.
+        """
+        left = [memoryview(piece) for piece in pieces]
+        while left:
+            sent = self._send_some(left)
+            if sent is None:
+                await self._ready(self._loop.add_writer, self._loop.remove_writer)
+            else:
+                _drop_front(left, sent)
+                await self._yield_sometimes(sent)
+            if left and still_allowed is not None:
+                still_allowed()
+
+    def try_send(self, frame: bytes) -> None:
+        """Write a small last frame if there is room for it now; never waits, never fails."""
+        try:
+            self._socket.send(frame)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Close the connection; no task may be reading or writing. Safe to repeat."""
+        self._socket.close()
+
+    def _receive_some(self, view: memoryview) -> int | None:
+        try:
+            received = self._socket.recv_into(view)
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError as error:
+            raise PeerLostError(f"connection lost: {error}") from error
+        if not received:
+            raise PeerLostError("the peer closed the connection")
+        return received
+
+    def _send_some(self, pieces: Sequence[memoryview]) -> int | None:
+        try:
+            return self._socket.sendmsg(pieces)
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError as error:
+            raise PeerLostError(f"connection lost: {error}") from error
+
+    async def _ready(
+        self, watch: Callable[..., None], unwatch: Callable[[socket.socket], object]
+    ) -> None:
+        ready = self._loop.create_future()
+        watch(self._socket, _wake, ready)
+        try:
+            await ready
+        finally:
+            unwatch(self._socket)
+
+    async def _yield_sometimes(self, num_bytes: int) -> None:
+        self._since_yield += num_bytes
+        if self._since_yield >= _YIELD_AFTER_BYTES:
+            self._since_yield = 0
+            await asyncio.sleep(0)
+
+
+def _drop_front(pieces: list[memoryview], num_bytes: int) -> None:
+    while pieces and num_bytes >= pieces[0].nbytes:
+        num_bytes -= pieces.pop(0).nbytes
+    if num_bytes:
+        pieces[0] = pieces[0][num_bytes:]
+
+
+def _wake(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)

@@ -1,0 +1,292 @@
+"""The prefill worker's end of the tcp transport.
+
+One connection per transfer, control and data on it. Whatever a peer sends, the worst that happens
+is the end of its own connection, and with it of its own transfer: no frame is read before its
+length is bounded, no block is sent that the authority does not allow at that moment, and no slow
+reader delays another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import deque
+from dataclasses import dataclass
+
+from kv_transfer.handoff import GrantedBlock, PeerInfo, ReleaseReason, TransferKey
+from kv_transfer.transfer_thread import run_beside
+from kv_transfer.transport import (
+    BlockMemory,
+    CorruptTransferError,
+    GrantAuthority,
+    PeerLostError,
+    TransferError,
+)
+from kv_transfer.transports import wire
+from kv_transfer.transports.frame_socket import SOCKET_BUFFER_BYTES, FrameSocket
+from kv_transfer.transports.wire import FrameType, Header, Identity
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 1024
+_MAX_PENDING_BLOCKS = 1 << 20
+_BATCH_BYTES = 256 * 1024  # small blocks share a system call up to this much
+_ACCEPT_RETRY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpTimings:
+    """Deadlines of the tcp transport, in seconds."""
+
+    connect_s: float = 2.0
+    """For a connection and its greeting."""
+    silence_s: float = 2.0
+    """Without a byte from the peer it counts as lost."""
+    keep_alive_s: float = 0.5
+    """The server says that it is there at least this often."""
+
+
+class TcpBlockServer:
+    """Accepts receivers and serves each on its own connection."""
+
+    def __init__(
+        self,
+        *,
+        memory: BlockMemory,
+        authority: GrantAuthority,
+        me: PeerInfo,
+        host: str,
+        port: int,
+        timings: TcpTimings,
+    ) -> None:
+        """Serve `memory` as `authority` allows, listening on `host` alone (port 0: any free)."""
+        self._memory = memory
+        self._authority = authority
+        self._me = me
+        self._host = host
+        self._port = port
+        self._timings = timings
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> str:
+        """Listen; returns `host:port`."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.create_server((self._host, self._port), family=family, backlog=256)
+        listener.setblocking(False)
+        # Accepted sockets inherit it; set later, the window would already be fixed.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        self._listener = listener
+        self._accepting = asyncio.create_task(self._accept(listener))
+        host, port = listener.getsockname()[:2]
+        return f"{host}:{port}"
+
+    async def close(self) -> None:
+        """Stop listening and drop every connection; safe to repeat."""
+        if self._listener is None or self._accepting is None:
+            return
+        tasks = (self._accepting, *self._connections)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listener.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+            except OSError as error:  # the peer was gone already, or no descriptors are left
+                logger.warning("accept failed error=%s", error)
+                await asyncio.sleep(_ACCEPT_RETRY_S)
+                continue
+            if len(self._connections) >= MAX_CONNECTIONS:
+                logger.warning("connection refused connections=%d", len(self._connections))
+                accepted.close()
+                continue
+            task = asyncio.create_task(self._serve(accepted))
+            self._connections.add(task)
+            task.add_done_callback(self._connection_ended)
+
+    def _connection_ended(self, task: asyncio.Task[None]) -> None:
+        self._connections.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("connection failed", exc_info=error)
+
+    async def _serve(self, accepted: socket.socket) -> None:
+        frames = FrameSocket(accepted)
+        connection = _Connection(frames, self._memory, self._authority, self._me, self._timings)
+        try:
+            await connection.run()
+        finally:
+            frames.close()
+
+
+class _Connection:
+    """One receiver, from its greeting to the end of its transfer."""
+
+    def __init__(
+        self,
+        frames: FrameSocket,
+        memory: BlockMemory,
+        authority: GrantAuthority,
+        me: PeerInfo,
+        timings: TcpTimings,
+    ) -> None:
+        self._frames = frames
+        self._memory = memory
+        self._authority = authority
+        self._me = me
+        self._timings = timings
+        self._control: deque[bytes] = deque()
+        self._requested: deque[GrantedBlock] = deque()
+        self._work = asyncio.Event()
+        self._is_mid_frame = False
+        self._has_answered = False
+
+    async def run(self) -> None:
+        """Serve the connection; whatever it ends by, the transfer has ended with it."""
+        try:
+            async with asyncio.timeout(self._timings.connect_s):
+                key, identity = await self._greet()
+        except (TransferError, TimeoutError) as error:
+            logger.info("greeting failed error=%s", error)
+            return
+        try:
+            await run_beside(
+                self._read(key, identity),
+                self._write(key, identity),
+                self._push_grants(key, identity),
+                self._keep_alive(key, identity),
+            )
+        except TransferError as error:
+            logger.info("transfer ended transfer_id=%s error=%s", key.transfer_id, error)
+            if not self._is_mid_frame:
+                self._tell(identity, error)
+        finally:
+            self._authority.release(key, ReleaseReason.PEER_LOST)  # unless it ended otherwise
+
+    async def _greet(self) -> tuple[TransferKey, Identity]:
+        header = await self._next_header()
+        if header.kind is not FrameType.HELLO or header.length > wire.MAX_HELLO_BYTES:
+            raise CorruptTransferError(f"{header.kind.name} of {header.length} bytes as greeting")
+        payload = await self._payload(header)
+        key, peer = wire.unpack_hello(payload)
+        identity = Identity.of(key)
+        wire.check_identity(header, identity)
+        wire.check_payload(header, identity, payload)
+        try:
+            self._authority.attach(key, peer)
+        except TransferError as error:
+            self._tell(identity, error)
+            raise
+        self._say(identity, FrameType.WELCOME, wire.pack_welcome(self._me))
+        return key, identity
+
+    async def _read(self, key: TransferKey, identity: Identity) -> None:
+        while True:
+            header = await self._next_header()
+            wire.check_identity(header, identity)
+            if header.kind is FrameType.DATA:
+                raise CorruptTransferError("a receiver sent a block")
+            payload = await self._payload(header)
+            wire.check_payload(header, identity, payload)
+            match header.kind:
+                case FrameType.FETCH:
+                    self._take_request(key, wire.unpack_blocks(payload))
+                case FrameType.RENEW:
+                    self._authority.renew(key)
+                case FrameType.CONFIRM:
+                    verdict = self._authority.confirm(key)
+                    self._has_answered = True
+                    self._say(identity, FrameType.VERDICT, wire.pack_verdict(verdict))
+                    return await self._linger()
+                case FrameType.RELEASE:
+                    self._authority.release(key, ReleaseReason.RELEASED)
+                    return None
+                case _:
+                    raise CorruptTransferError(f"a receiver sent {header.kind.name}")
+
+    async def _linger(self) -> None:
+        """Wait for the receiver to close: closing first could destroy the verdict on its way."""
+        rest = memoryview(bytearray(wire.HEADER_BYTES))
+        try:
+            async with asyncio.timeout(self._timings.silence_s):
+                while True:
+                    await self._frames.receive_into(rest)  # a renewal that crossed the confirm
+        except (PeerLostError, TimeoutError):
+            return
+
+    def _take_request(self, key: TransferKey, blocks: tuple[GrantedBlock, ...]) -> None:
+        if len(self._requested) + len(blocks) > _MAX_PENDING_BLOCKS:
+            raise CorruptTransferError(f"more than {_MAX_PENDING_BLOCKS} blocks asked for at once")
+        self._authority.authorize(key, blocks)
+        self._requested.extend(blocks)
+        self._work.set()
+
+    async def _write(self, key: TransferKey, identity: Identity) -> None:
+        while True:
+            if self._control:
+                await self._send([self._control.popleft()])
+            elif self._requested:
+                await self._send_blocks(key, identity, self._next_batch())
+            else:
+                self._work.clear()
+                await self._work.wait()
+
+    def _next_batch(self) -> list[GrantedBlock]:
+        most = max(1, _BATCH_BYTES // self._memory.bytes_per_block)
+        return [self._requested.popleft() for _ in range(min(most, len(self._requested)))]
+
+    async def _send_blocks(
+        self, key: TransferKey, identity: Identity, batch: list[GrantedBlock]
+    ) -> None:
+        def check() -> None:
+            self._authority.authorize(key, batch)
+
+        check()
+        pieces: list[bytes | memoryview] = []
+        for block in batch:
+            payload = self._memory.block(block.block_id)
+            pieces += (wire.data_header(identity, block, payload), payload)
+        self._is_mid_frame = True
+        await self._frames.send(pieces, check)
+        self._is_mid_frame = False
+
+    async def _send(self, pieces: list[bytes | memoryview]) -> None:
+        self._is_mid_frame = True
+        await self._frames.send(pieces)
+        self._is_mid_frame = False
+
+    async def _push_grants(self, key: TransferKey, identity: Identity) -> None:
+        async for grant in self._authority.grants(key):
+            self._say(identity, FrameType.GRANT, wire.pack_grant(grant))
+
+    async def _keep_alive(self, key: TransferKey, identity: Identity) -> None:
+        """Tell the receiver that this side is there, and end the connection with the transfer."""
+        while True:
+            await asyncio.sleep(self._timings.keep_alive_s)
+            if self._has_answered:
+                return
+            self._authority.authorize(key, ())
+            if not self._control:
+                self._say(identity, FrameType.ALIVE)
+
+    def _say(self, identity: Identity, kind: FrameType, payload: bytes = b"") -> None:
+        self._control.append(wire.control_frame(identity, kind, payload))
+        self._work.set()
+
+    def _tell(self, identity: Identity, error: TransferError) -> None:
+        self._frames.try_send(wire.control_frame(identity, FrameType.ERROR, wire.pack_error(error)))
+
+    async def _next_header(self) -> Header:
+        raw = bytearray(wire.HEADER_BYTES)
+        await self._frames.receive_into(memoryview(raw))
+        return wire.parse_header(raw)
+
+    async def _payload(self, header: Header) -> bytes:
+        payload = bytearray(header.length)
+        await self._frames.receive_into(memoryview(payload))
+        return bytes(payload)
