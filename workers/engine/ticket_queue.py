@@ -59,11 +59,6 @@ class TicketQueue:
         return (place.ticket for place in self._places)
 
     @property
-    def limit(self) -> int:
-        """Tickets that fit."""
-        return self._limit
-
-    @property
     def head(self) -> Ticket | None:
         """The ticket that is served next, or None."""
         return self._places[0].ticket if self._places else None
