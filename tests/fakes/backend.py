@@ -1,0 +1,105 @@
+"""A backend that plays a script: events, waits, failures, in the order written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+
+from workers.messages import (
+    Finished,
+    FinishReason,
+    GenerateEvent,
+    GenerateRequest,
+    TokenFrame,
+)
+
+__all__ = ["FakeBackend", "Step", "finished", "frame", "frames", "tokens_then_end"]
+
+Step = GenerateEvent | asyncio.Event | Exception
+"""An event is yielded, an `asyncio.Event` is waited for, an exception is raised."""
+
+
+class FakeBackend:
+    """Implements `deployments.pipeline.Backend`; `script` says what each request gets."""
+
+    def __init__(self, script: Callable[[GenerateRequest], Iterable[Step]]) -> None:
+        self.script = script
+        self.requests: list[GenerateRequest] = []
+        self.num_open = 0
+        self.num_cut = 0
+        """Calls that were closed before their script had ended."""
+        self.opened = asyncio.Event()
+        self.idle = asyncio.Event()
+        """Set while no call is open."""
+        self.ready = True
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
+        """See `Backend.generate`."""
+        self.requests.append(request)
+        self.num_open += 1
+        self.opened.set()
+        self.idle.clear()
+        whole = False
+        try:
+            for step in self.script(request):
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                elif isinstance(step, Exception):
+                    whole = True
+                    raise step
+                else:
+                    yield step
+            whole = True
+        finally:
+            self.num_open -= 1
+            self.num_cut += not whole
+            if self.num_open == 0:
+                self.idle.set()
+
+    async def is_ready(self) -> bool:
+        """See `Backend.is_ready`."""
+        return self.ready
+
+
+def frame(*token_ids: int, attempt: int = 0) -> TokenFrame:
+    """A frame of tokens."""
+    return TokenFrame(attempt=attempt, token_ids=token_ids)
+
+
+def frames(token_ids: Sequence[int], sizes: Sequence[int] = ()) -> list[TokenFrame]:
+    """Tokens in frames of these sizes, and one by one after them."""
+    cut, rest = [], list(token_ids)
+    for size in sizes:
+        cut.append(frame(*rest[:size]))
+        rest = rest[size:]
+    return [*cut, *(frame(token_id) for token_id in rest)]
+
+
+def finished(
+    request: GenerateRequest,
+    completion_tokens: int,
+    *,
+    reason: FinishReason = FinishReason.LENGTH,
+    cached_tokens: int = 0,
+) -> Finished:
+    """The last event of a sequence that ended by itself."""
+    return Finished(
+        attempt=request.attempt,
+        reason=reason,
+        prompt_tokens=len(request.prompt_token_ids),
+        completion_tokens=completion_tokens,
+        cached_tokens=cached_tokens,
+        prefilled_by="prefill-0",
+    )
+
+
+def tokens_then_end(
+    token_ids: Sequence[int], reason: FinishReason = FinishReason.LENGTH
+) -> Callable[[GenerateRequest], list[Step]]:
+    """A script: these tokens, as far as max_tokens allows, then the end."""
+
+    def script(request: GenerateRequest) -> list[Step]:
+        allowed = token_ids[: request.sampling.max_tokens]
+        return [*frames(allowed), finished(request, len(allowed), reason=reason)]
+
+    return script
