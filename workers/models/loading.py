@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from workers.models.errors import ModelFormatError, ModelNotFoundError
+from workers.models.generation_config import (
+    GenerationDefaults,
+    read_eos_token_ids,
+    read_generation_defaults,
+    read_json,
+)
 from workers.models.store import RECORD_NAME, check_model_directory
 
 __all__ = [
@@ -38,17 +44,6 @@ DtypeChoice = Literal["auto", "fp32", "bf16"]
 
 _SAMPLE_BYTES = 4096
 _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationDefaults:
-    """What the model's authors advise for sampling; None where they say nothing."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +70,7 @@ def load_model_info(path: Path) -> ModelInfo:
     """The model's facts, from its configuration and the headers of its weights."""
     _check_directory(path)
     config = _load_config(path)
-    generation = _read_json(path / "generation_config.json")
-    record = _read_json(path / RECORD_NAME)
+    record = read_json(path / RECORD_NAME)
     tensors = sorted(_read_headers(path), key=lambda tensor: tensor.name)
     num_attention_heads = config.num_attention_heads
     return ModelInfo(
@@ -90,8 +84,8 @@ def load_model_info(path: Path) -> ModelInfo:
         weights_dtype=_main_dtype(tensors),
         weights_size_bytes=sum(tensor.size_bytes for tensor in tensors),
         num_parameters=sum(tensor.num_elements for tensor in tensors),
-        eos_token_ids=_eos_token_ids(path, generation, default=config.eos_token_id),
-        generation_defaults=_generation_defaults(generation),
+        eos_token_ids=_eos_token_ids(path, default=config.eos_token_id),
+        generation_defaults=read_generation_defaults(path),
         licence=record.get("licence"),
         weights_digest=_weights_digest(tensors),
     )
@@ -185,51 +179,16 @@ def _load_config(path: Path) -> Any:
     return text_config
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in an optional file; empty if the file is not there."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return {}
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ModelFormatError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFormatError(f"{path} does not hold a JSON object.")
-    return value
+def _eos_token_ids(path: Path, *, default: int | list[int] | None) -> tuple[int, ...]:
+    """The ids that the files name, else those of the configuration class.
 
-
-def _eos_token_ids(
-    path: Path, generation: Mapping[str, Any], *, default: int | list[int] | None
-) -> tuple[int, ...]:
-    """Every id that the files say ends a text, the generation config's first, each once.
-
-    A configuration class has a default of its own (Llama: 2), which may be any word of this model's
-    vocabulary; it counts only where no file says anything.
+    A class has a default of its own (Llama: 2), which may be any word of this model's vocabulary;
+    it counts only where no file says anything.
     """
-    written = _read_json(path / "config.json")
-    sources = (generation, written, written.get("text_config") or {})
-    ids = [token_id for source in sources for token_id in _as_list(source.get("eos_token_id"))]
-    return tuple(dict.fromkeys(ids or _as_list(default)))
-
-
-def _as_list(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
-
-
-def _generation_defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
-    if not generation.get("do_sample"):
-        return GenerationDefaults()
-    return GenerationDefaults(
-        temperature=generation.get("temperature"),
-        top_p=generation.get("top_p"),
-        top_k=generation.get("top_k"),
-        min_p=generation.get("min_p"),
-        repetition_penalty=generation.get("repetition_penalty"),
-    )
+    written = read_eos_token_ids(path)
+    if written or default is None:
+        return written
+    return (default,) if isinstance(default, int) else tuple(default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +235,7 @@ def _read_headers(path: Path) -> Iterator[_StoredTensor]:
 
 def _weight_files(path: Path) -> list[Path]:
     """The files that transformers would load: one, or the shards that the index names."""
-    index = _read_json(path / "model.safetensors.index.json")
+    index = read_json(path / "model.safetensors.index.json")
     if weight_map := index.get("weight_map"):
         return [path / name for name in sorted(set(weight_map.values()))]
     return [path / "model.safetensors"]
