@@ -22,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 PUBLIC_FRONTEND = "http_frontend"
 
 _SECTION = re.compile(r"^(?:frontend|listen|backend)\s+(?P<name>\S+)")
-_BIND = re.compile(r"^(?P<indent>\s*)bind\s+(?P<host>\S*):(?P<port>\d+)(?P<options>\s.*)?$")
+_BIND = re.compile(r"^(?P<indent>\s*)bind\s+(?P<host>[^\s,]*):(?P<port>\d+)(?P<options>\s.*)?$")
 _LOG_OVER_UDP = re.compile(r"^\s*log\s+\S+:\d+\s")
 _ADMIN_SOCKET = re.compile(r"^(\s*stats\s+socket\s+\S+\s+mode\s+)\d+", re.MULTILINE)
 _PR_SET_PDEATHSIG = 1

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from deployments.cluster.errors import ClusterError, InstanceBusyError, PortInUseError
 from deployments.cluster.ports import Ports, choose_ports, is_free
-from deployments.cluster.processes import end_members
+from deployments.cluster.processes import Watchdog, end_members
 
 RUNTIME_PREFIX = "baton-"
 # HAProxy binds `<runtime dir>/<node id>/a.<pid>.tmp`, of at most 97 characters: 56 for Ray's node
@@ -52,6 +52,9 @@ class Instance:
 def claim(directory: Path, *, host: str, port: int) -> Iterator[Instance]:
     """Own the directory while the block runs; first end what a killed owner left running.
 
+    At the end of the block every process with the instance's marker is ended. If this process is
+    killed before, a watchdog does that.
+
     Raises InstanceBusyError when another live process owns it, PortInUseError when the HTTP port
     is taken by somebody who is not a leftover of ours.
     """
@@ -71,11 +74,13 @@ def claim(directory: Path, *, host: str, port: int) -> Iterator[Instance]:
         )
         # written before anything starts: a kill at any later moment leaves what to clean
         _write_record(record, instance)
+        watchdog = Watchdog(instance.instance_id)
         try:
             _link_logs(instance)
             yield instance
         finally:
-            clean(directory)
+            clean(directory)  # under the watchdog's eyes until the last process is gone
+            watchdog.stop()
 
 
 def clean(directory: Path) -> None:
@@ -118,7 +123,7 @@ def _lock(path: Path, record: Path) -> Iterator[None]:
 def _owner_pid(record: Path) -> str:
     try:
         return str(json.loads(record.read_text())["pid"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return "unknown"
 
 
@@ -149,9 +154,11 @@ def _write_record(path: Path, instance: Instance) -> None:
 def _read_record(path: Path) -> tuple[str, Path] | None:
     try:
         content = json.loads(path.read_text())
+        return str(content["instance_id"]), Path(content["runtime_dir"])
     except FileNotFoundError:
         return None
-    return content["instance_id"], Path(content["runtime_dir"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ClusterError(f"{path} is not the record of an instance: {error!r}") from error
 
 
 def _is_ours(runtime_dir: Path) -> bool:

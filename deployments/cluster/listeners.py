@@ -39,14 +39,18 @@ def wide_listeners(
     """Those that listen on an address that is neither loopback nor one of the allowed hosts.
 
     Processes that were handed to init are found by the marker of the instance that they belong
-    to. An IPv4 address inside IPv6 (`::ffff:127.0.0.1`) counts as that IPv4 address.
+    to.
     """
-    allowed = {_address(host) for host in allowed_hosts}
-    return [
-        listener
-        for listener in listeners(root_pid)
-        if not (address := _address(listener.host)).is_loopback and address not in allowed
-    ]
+    return [found for found in listeners(root_pid) if is_wide(found.host, allowed_hosts)]
+
+
+def is_wide(host: str, allowed_hosts: Collection[str]) -> bool:
+    """Whether others than this host and the allowed ones reach a socket bound to this address.
+
+    An IPv4 address inside IPv6 (`::ffff:127.0.0.1`) counts as that IPv4 address.
+    """
+    address = _address(host)
+    return not address.is_loopback and address not in {_address(h) for h in allowed_hosts}
 
 
 def _process_tree(root_pid: int) -> set[int]:

@@ -20,7 +20,6 @@ from deployments.cluster.environment import instance_environment, prepare_enviro
 from deployments.cluster.errors import ClusterDiedError, ClusterError, DeployError, ServeConfigError
 from deployments.cluster.haproxy import write_launcher
 from deployments.cluster.instance import Instance, claim
-from deployments.cluster.processes import Watchdog
 
 POLL_S = 0.2
 # Replicas that still answer get this long at the end; what remains after it is killed.
@@ -159,8 +158,6 @@ class LocalCluster:
             python_path=os.environ.get("PYTHONPATH", ""),
         )
         starting.enter_context(_environment(environment))
-        watchdog = Watchdog(instance.instance_id)
-        starting.callback(watchdog.stop)
 
     def deploy(self, config: Mapping[str, Any], *, timeout_s: float) -> None:
         """Deploy a Serve config and wait until all of it runs and is reachable.

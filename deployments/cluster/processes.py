@@ -139,6 +139,8 @@ class Watchdog:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            # marked as well: should it hang, the next owner ends it with the rest
+            env={**os.environ, MARKER: instance_id},
             start_new_session=True,
         )
 
@@ -148,7 +150,7 @@ class Watchdog:
         return self._process.pid
 
     def stop(self) -> None:
-        """End the watchdog without it ending anything."""
+        """End the watchdog without it ending anything; harmless where it has ended."""
         self._process.kill()
         self._process.wait()
         stdin: IO[bytes] | None = self._process.stdin

@@ -11,9 +11,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.config import AutoscalingPolicy
+from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from deployments.cluster.errors import ServeConfigError
+
+# Fields that Serve declares as a plain dict and reads as a model later, without a word either.
+_DECLARED_AS_DICT: Mapping[tuple[type[BaseModel], str], type[BaseModel]] = {
+    (ServeApplicationSchema, "autoscaling_policy"): AutoscalingPolicy,
+}
 
 
 def parse_serve_config(config: Mapping[str, Any]) -> ServeDeploySchema:
@@ -42,7 +48,8 @@ def unknown_keys(value: Mapping[str, Any], model: type[BaseModel], path: str = "
             yield f"unknown key {place}{hint}"
             continue
         field = fields.get(key) or next(f for f in fields.values() if f.alias == key)
-        yield from _unknown_in(item, field.annotation, place)
+        annotation = _DECLARED_AS_DICT.get((model, str(key)), field.annotation)
+        yield from _unknown_in(item, annotation, place)
 
 
 def _unknown_in(item: Any, annotation: Any, place: str) -> Iterator[str]:

@@ -43,6 +43,7 @@ class Served:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                start_new_session=True,  # a process group, as a terminal gives to a command
             )
 
     def wait_until_ready(self) -> None:
@@ -64,6 +65,14 @@ class Served:
 
     def end(self, signal_number: int) -> int:
         self.process.send_signal(signal_number)
+        return self.wait()
+
+    def interrupt_group(self) -> int:
+        """What Ctrl-C in a terminal does: every process of the group gets the signal."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        return self.wait()
+
+    def wait(self) -> int:
         code = self.process.wait(timeout=30)
         if self.process.stdout is not None:
             self.output += self.process.stdout.read().split()
@@ -159,7 +168,7 @@ def test_interrupted_cluster_leaves_no_process(first: Served) -> None:
     assert len(started) >= 10
 
     began = time.monotonic()
-    code = first.end(signal.SIGINT)
+    code = first.interrupt_group()
 
     assert code == 0
     assert first.output[-1] == "stopped"

@@ -1,0 +1,67 @@
+"""The rewrite of Ray's HAProxy config, on Ray's own template."""
+
+import pytest
+
+from deployments.cluster.haproxy import UnexpectedConfigError, narrow
+
+CONFIG = """\
+global
+    log 127.0.0.1:514 local0 info
+    stats socket /run/x/a mode 666 level admin expose-fd listeners
+defaults
+    log global
+frontend prometheus
+    bind :9101
+    no log
+frontend http_frontend
+    bind 127.0.0.1:8000
+    # bind is a word in a comment here
+backend http-app
+    server replica 127.0.0.1:30000 check
+frontend grpc_frontend
+    bind *:9000 proto h2
+listen stats
+  bind *:8404
+  stats enable
+"""
+
+
+def binds(config: str) -> list[str]:
+    return [line.strip() for line in config.splitlines() if line.strip().startswith("bind")]
+
+
+def test_only_the_clients_frontend_follows_the_host() -> None:
+    assert binds(narrow(CONFIG, host="0.0.0.0")) == [
+        "bind 127.0.0.1:9101",
+        "bind 0.0.0.0:8000",
+        "bind 127.0.0.1:9000 proto h2",
+        "bind 127.0.0.1:8404",
+    ]
+
+
+def test_other_lines_stay_but_for_syslog_and_the_socket_mode() -> None:
+    before, after = CONFIG.splitlines(), narrow(CONFIG, host="127.0.0.1").splitlines()
+
+    assert [line for line in before if "bind " not in line and line not in after] == [
+        "    log 127.0.0.1:514 local0 info",
+        "    stats socket /run/x/a mode 666 level admin expose-fd listeners",
+    ]
+    assert "    stats socket /run/x/a mode 600 level admin expose-fd listeners" in after
+
+
+def test_narrowing_twice_changes_nothing() -> None:
+    once = narrow(CONFIG, host="127.0.0.1")
+
+    assert narrow(once, host="127.0.0.1") == once
+
+
+@pytest.mark.parametrize("line", ["bind fd@3", "bind :8000-8010", "bind :80,:81", "bind"])
+def test_unknown_form_of_a_bind_line_is_refused(line: str) -> None:
+    with pytest.raises(UnexpectedConfigError, match="listens"):
+        narrow(f"frontend x\n    {line}\n", host="127.0.0.1")
+
+
+def test_rays_template_has_the_frontend_that_is_looked_for() -> None:
+    templates = pytest.importorskip("ray.serve._private.haproxy_templates")
+
+    assert "\nfrontend http_frontend\n" in templates.HAPROXY_CONFIG_TEMPLATE
