@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from configs.schema import Settings
-from deployments.host import available_bytes, available_cores, has_bf16_cpu
-from deployments.model_facts import find_snapshot, read_facts
 from deployments.terminal.tables import format_columns
+from workers.host import available_bytes, available_cores, has_bf16_cpu
+from workers.models.facts import find_snapshot, read_facts
 from workers.models.store import ModelStore, default_cache_dir
 from workers.planning import DeploymentPlan, Outcome, WorkerPlan, format_bytes, plan
 

@@ -22,7 +22,9 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 class ApiClient:
-    """Speaks to the server at `url`, with or without a final /v1; close it, or use it in `with`.
+    """Speaks to the server at `url`; close it, or use it in `with`.
+
+    The scheme may be left out, and a final /v1 may be there, as in other clients' base URLs.
 
     `timeout_s` is how long the server may send nothing at all.
     """
@@ -30,7 +32,8 @@ class ApiClient:
     def __init__(
         self, url: str, *, timeout_s: float, transport: httpx.BaseTransport | None = None
     ) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        address = url if "://" in url else f"http://{url}"
+        self.url = address.rstrip("/").removesuffix("/v1")
         try:
             host = httpx.URL(self.url).host
         except httpx.InvalidURL as error:
