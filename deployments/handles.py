@@ -6,9 +6,8 @@ iterating is turned into a cancelled call on the other side.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator
+from typing import Any
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -24,10 +23,12 @@ from workers.messages import (
     PrefillRequest,
 )
 
-T = TypeVar("T")
+_ASK_TIMEOUT_S = 2.0
 
 
-async def stream_call(handle: DeploymentHandle, method: str, request: object) -> AsyncIterator[Any]:
+async def stream_call(
+    handle: DeploymentHandle, method: str, request: object
+) -> AsyncGenerator[Any, None]:
     """Items of a streaming method; closing the iterator cancels the call on the replica."""
     response = getattr(handle.options(stream=True), method).remote(request)
     finished = False
@@ -46,7 +47,7 @@ class PrefillPool:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
 
-    async def prefill(self, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+    async def prefill(self, request: PrefillRequest) -> AsyncGenerator[PrefillEvent, None]:
         """See `PrefillWorker.prefill`; a replica that dies is a `PeerLostError`."""
         answers = stream_call(self._handle, "prefill", request)
         try:
@@ -55,7 +56,7 @@ class PrefillPool:
         except (RayError, RayServeException) as error:
             raise PeerLostError(f"the prefill worker was lost: {type(error).__name__}") from error
         finally:
-            await answers.aclose()  # type: ignore[attr-defined]  # an async generator has it
+            await answers.aclose()
 
 
 class DecodePool:
@@ -64,7 +65,11 @@ class DecodePool:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+    async def is_ready(self) -> bool:
+        """Whether a decode worker takes requests; without prefill workers it computes prompts."""
+        return any(await ask_all(self._handle, "is_ready", timeout_s=_ASK_TIMEOUT_S))
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
         """See `DecodeWorker.generate`; a replica that dies is a `Failed` with WORKER_LOST."""
         events = stream_call(self._handle, "generate", request)
         try:
@@ -77,14 +82,14 @@ class DecodePool:
                 message=f"the decode worker was lost ({type(error).__name__})",
             )
         finally:
-            await events.aclose()  # type: ignore[attr-defined]  # an async generator has it
+            await events.aclose()
 
 
 async def ask_all(handle: DeploymentHandle, method: str, *, timeout_s: float) -> list[Any]:
-    """Answers of every live replica; those that fail or are late are left out."""
+    """Answers of every live replica; those that fail are left out, and all if one is late."""
+    answers = handle.broadcast(method)
     try:
-        async with asyncio.timeout(timeout_s):
-            answers: list[Any] = await handle.broadcast(method).results_async()
-            return answers
+        results = await answers.results_async(timeout_s=timeout_s, return_exceptions=True)
     except (TimeoutError, RayError, RayServeException):
         return []
+    return [result for result in results if not isinstance(result, BaseException)]

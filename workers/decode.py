@@ -13,7 +13,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -54,7 +54,7 @@ from workers.messages import (
 
 logger = logging.getLogger(__name__)
 
-_FAILURE_CODES = {
+_FAILURE_CODES: Mapping[type[WorkerError], FailureCode] = {
     ContextOverflowError: FailureCode.CONTEXT_LENGTH_EXCEEDED,
     QueueFullError: FailureCode.QUEUE_FULL,
     DeadlineExceededError: FailureCode.DEADLINE_EXCEEDED,
@@ -380,10 +380,7 @@ async def _close(answers: AsyncIterator[PrefillEvent]) -> None:
 
 
 def _failed(request: GenerateRequest, error: WorkerError) -> Failed:
-    code = next(
-        (code for kind, code in _FAILURE_CODES.items() if isinstance(error, kind)),
-        FailureCode.INTERNAL,
-    )
+    code = _FAILURE_CODES.get(type(error), FailureCode.INTERNAL)
     retry_after_s = 1.0 if code is FailureCode.QUEUE_FULL else None
     return Failed(
         attempt=request.attempt, code=code, message=str(error), retry_after_s=retry_after_s

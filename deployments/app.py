@@ -1,0 +1,78 @@
+"""Settings -> Serve application: which deployments there are and how they are wired. No logic.
+
+`deployments.app:build` is the import path in every Serve config, `baton serve`'s and KubeRay's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from ray import serve
+from ray.serve import Application
+
+from configs.schema import EngineSettings, Settings
+from deployments.decode import Decode
+from deployments.front import Front
+from deployments.prefill import Prefill
+
+APP_NAME = "baton"
+IMPORT_PATH = "deployments.app:build"
+
+_ONGOING_PER_FRONT = 1024
+_CPUS_PER_REPLICA = 0.1
+"""What Ray books, not what is used: threads are planned by `workers.planning`."""
+_HEALTH_PERIOD_S = 2
+_HEALTH_TIMEOUT_S = 20
+"""Longer than the longest step, which may hold the interpreter up."""
+
+
+class AppArgs(BaseModel):
+    """The `args` of the application in a Serve config."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    settings: Settings = Settings()
+
+
+def build(args: AppArgs) -> Application:
+    """Front -> Decode -> Prefill, or Front -> Decode where there is no prefill pool."""
+    settings = args.settings
+    prefill = _prefill(settings)
+    decode = _deployment(Decode, "Decode", settings.decode.replicas, settings.decode.engine).bind(
+        settings, prefill
+    )
+    front = serve.deployment(
+        Front,
+        name="Front",
+        num_replicas=settings.http.front_replicas,
+        max_ongoing_requests=_ONGOING_PER_FRONT,
+        ray_actor_options={"num_cpus": _CPUS_PER_REPLICA},
+        health_check_period_s=_HEALTH_PERIOD_S,
+    )
+    return front.bind(settings, decode, prefill)
+
+
+def _prefill(settings: Settings) -> Application | None:
+    pool = settings.prefill
+    if pool is None:
+        return None
+    return _deployment(Prefill, "Prefill", pool.replicas, pool.engine).bind(settings)
+
+
+def _deployment(target: Any, name: str, replicas: int, engine: EngineSettings) -> Any:
+    """A pool of engines; its queue is the engine's own, so Serve's is set above it."""
+    return serve.deployment(
+        target,
+        name=name,
+        num_replicas=replicas,
+        max_ongoing_requests=engine.max_sequences + engine.queue_limit + _ONGOING_PER_FRONT,
+        ray_actor_options={
+            "num_cpus": _CPUS_PER_REPLICA,
+            # Spinning OpenMP threads of two engines on the same cores slow both down many times.
+            "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}},
+        },
+        health_check_period_s=_HEALTH_PERIOD_S,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        graceful_shutdown_timeout_s=5,
+    )

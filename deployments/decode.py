@@ -1,0 +1,62 @@
+"""The decode pool as a Serve deployment: a process around a `DecodeWorker`, nothing more."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from configs.schema import Settings
+from deployments.handles import PrefillPool
+from deployments.metrics import WorkerSnapshot
+from deployments.process import prepare_engine_process
+from deployments.worker_metrics import decode_samples
+from workers.assembly import build_decode_worker
+from workers.messages import GenerateEvent, GenerateRequest
+
+
+class Decode:
+    """One replica = one decode worker; without a prefill pool it prefills everything itself."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: Settings, prefill: DeploymentHandle | None = None
+    ) -> None:
+        prepare_engine_process()
+        worker_id = f"decode-{serve.get_replica_context().rank.rank}"
+        self._worker = await asyncio.to_thread(
+            build_decode_worker,
+            settings,
+            worker_id=worker_id,
+            environ=os.environ,
+            prefill=PrefillPool(prefill) if prefill is not None else None,
+        )
+        await self._worker.start()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+        """See `DecodeWorker.generate`."""
+        async for event in self._worker.generate(request):
+            yield event
+
+    async def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        return self._worker.healthy
+
+    async def snapshot(self) -> WorkerSnapshot:
+        """This worker's share of `/metrics`."""
+        return WorkerSnapshot(
+            worker_id=self._worker.me.worker_id,
+            role="decode",
+            samples=decode_samples(self._worker),
+        )
+
+    async def check_health(self) -> None:
+        """Called by Serve, which replaces the replica when it raises."""
+        if not self._worker.healthy:
+            raise RuntimeError("the engine has stopped")
+
+    async def __del__(self) -> None:
+        """Called by Serve when the replica is told to go."""
+        await self._worker.stop()

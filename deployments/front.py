@@ -1,0 +1,117 @@
+"""Front as a Serve deployment: the HTTP application over handles to the decode pool."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from configs.schema import Settings
+from deployments.front_service import FrontService, FrontSettings, ServedModel, Sources
+from deployments.handles import DecodePool, ask_all
+from deployments.http_app import build_app
+from deployments.metrics import FrontMetrics, WorkerSnapshot
+from deployments.openai.models import ModelCard, SamplingDefaults
+from deployments.text.chat import ChatEncoder
+from deployments.text.tokenizer import TextTokenizer
+from deployments.version import installed_version
+from router.agent_step import AgentStep
+from router.fixed import FixedPolicy
+from router.policy import Decision, Policy, drive
+from workers.host import has_bf16_cpu
+from workers.models.facts import read_facts
+from workers.models.generation_config import read_eos_token_ids, read_generation_defaults
+from workers.models.store import ModelStore, default_cache_dir
+
+_SNAPSHOT_TIMEOUT_S = 2.0
+_TOKENIZER_THREADS = 2
+_LOCAL_POOL = "local"
+
+
+class Routing:
+    """A policy that asks nothing, as Front calls it."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def decide(self, agent_step: AgentStep) -> Decision:
+        """The pool for an agent step."""
+        return drive(self._policy.route(agent_step, {}))
+
+
+@serve.ingress()
+class Front:
+    """One replica = one HTTP application; holds no state that another Front could miss."""
+
+    def __init__(
+        self, settings: Settings, decode: DeploymentHandle, prefill: DeploymentHandle | None
+    ) -> None:
+        context = serve.get_replica_context()
+        self._front_id = f"front-{context.rank.rank}"
+        self._workers = [handle for handle in (decode, prefill) if handle is not None]
+        self._fronts: DeploymentHandle | None = None
+        if settings.http.front_replicas > 1:
+            self._fronts = serve.get_deployment_handle(context.deployment, context.app_name)
+        self._service = FrontService(
+            models=[_served_model(settings)],
+            backends={_LOCAL_POOL: DecodePool(decode)},
+            policy=Routing(FixedPolicy(_LOCAL_POOL)),
+            settings=FrontSettings(
+                version=installed_version(),
+                keep_alive_s=settings.http.keep_alive_s,
+                request_timeout_s=settings.http.request_timeout_s,
+                max_body_bytes=settings.http.max_body_bytes,
+                max_choices=settings.limits.max_choices,
+            ),
+            metrics=FrontMetrics(self._front_id),
+            sources=Sources(clock=time.monotonic, wall_clock=time.time, rng=random.SystemRandom()),
+            peer_snapshots=self._peer_snapshots,
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Serve after the constructor."""
+        return build_app(self._service)
+
+    async def snapshot(self) -> WorkerSnapshot:
+        """This Front's share of `/metrics`, for the other Fronts."""
+        return self._service.metrics.snapshot()
+
+    async def _peer_snapshots(self) -> Sequence[WorkerSnapshot]:
+        """All workers and the other Fronts, asked anew at each scrape."""
+        handles = [*self._workers, *([self._fronts] if self._fronts is not None else [])]
+        answers = await asyncio.gather(
+            *(ask_all(handle, "snapshot", timeout_s=_SNAPSHOT_TIMEOUT_S) for handle in handles)
+        )
+        snapshots: list[WorkerSnapshot] = [snapshot for some in answers for snapshot in some]
+        return [snapshot for snapshot in snapshots if snapshot.worker_id != self._front_id]
+
+
+def _served_model(settings: Settings) -> ServedModel:
+    """The model's tokenizer, chat template and facts; its weights are the workers' business."""
+    cache_dir = default_cache_dir(os.environ)
+    path = ModelStore(cache_dir).resolve(settings.model.source).path
+    facts = read_facts(path, settings.model, has_bf16_cpu=has_bf16_cpu())
+    defaults = read_generation_defaults(path)
+    executor = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+    return ServedModel(
+        card=ModelCard(
+            name=settings.model.served_name,
+            window=settings.model.max_model_len or facts.context_length,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=frozenset(read_eos_token_ids(path)),
+            default_max_tokens=settings.limits.default_max_tokens,
+            defaults=SamplingDefaults(
+                temperature=defaults.temperature, top_p=defaults.top_p, top_k=defaults.top_k
+            ),
+            created=int(time.time()),
+        ),
+        codec=TextTokenizer.from_directory(path, executor),
+        chat=ChatEncoder.from_directory(path),
+    )

@@ -1,0 +1,88 @@
+"""Workers' stats as samples of the metrics in `deployments.metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from deployments.metrics import Sample, sample
+from kv_transfer.receiver import ReceiverStats
+from kv_transfer.sender import SenderStats
+from workers.decode import DecodeWorker, HandoffStats
+from workers.engine.loop import EngineStats
+from workers.prefill import PrefillWorker
+
+
+def prefill_samples(worker: PrefillWorker) -> tuple[Sample, ...]:
+    """All samples of a prefill worker."""
+    engine, sender = worker.stats()
+    return (*_engine(engine), *_sender(sender))
+
+
+def decode_samples(worker: DecodeWorker) -> tuple[Sample, ...]:
+    """All samples of a decode worker."""
+    engine, receiver, handoff = worker.stats()
+    transfers = _receiver(receiver) if receiver is not None else ()
+    return (*_engine(engine), *transfers, *_handoff(handoff))
+
+
+def _engine(stats: EngineStats) -> Iterator[Sample]:
+    blocks = {
+        "free": stats.free_blocks,
+        "reserved": stats.reserved_blocks,
+        "used": stats.used_blocks,
+        "cached": 0,  # there is no prefix cache yet
+        "quarantined": stats.quarantined_blocks,
+        "total": stats.total_blocks,
+    }
+    for state, count in blocks.items():
+        yield sample("baton_kv_blocks", count, state=state)
+    yield sample("baton_kv_block_size_tokens", stats.block_size)
+    for status, count in stats.by_status.items():
+        yield sample("baton_sequences", count, status=status.value)
+    yield sample("baton_sequences_limit", stats.max_sequences)
+    yield sample("baton_queue_length", stats.waiting)
+    yield sample("baton_queue_limit", stats.queue_limit)
+    ended = {"finished": stats.finished, "aborted": stats.aborted, "failed": stats.failed}
+    for outcome, count in ended.items():
+        yield sample("baton_sequences_ended_total", count, outcome=outcome)
+    yield sample("baton_computed_prompt_tokens_total", stats.prompt_tokens)
+    yield sample("baton_output_tokens_total", stats.output_tokens)
+    yield sample("baton_steps_total", stats.steps)
+    yield sample("baton_failed_steps_total", stats.failed_steps)
+    yield sample("baton_step_seconds_total", stats.step_seconds)
+
+
+def _receiver(stats: ReceiverStats) -> Iterator[Sample]:
+    yield sample("baton_transfers_active", stats.active)
+    for outcome, count in stats.by_outcome.items():
+        yield sample("baton_transfers_total", count, outcome=outcome)
+    yield sample("baton_transfer_blocks_total", stats.blocks_published, direction="received")
+    yield sample("baton_transfer_bytes_total", stats.bytes_published, direction="received")
+    yield sample("baton_transfer_fetch_seconds_total", stats.fetch_seconds)
+    yield sample("baton_transfer_wait_seconds_total", stats.wait_seconds)
+    yield sample("baton_digests_checked_total", stats.digests_checked)
+
+
+def _sender(stats: SenderStats) -> Iterator[Sample]:
+    yield sample("baton_leases_active", stats.active_leases)
+    yield sample("baton_leases_opened_total", stats.opened)
+    yield sample("baton_leases_refused_total", stats.refused)
+    yield sample("baton_lease_renewals_total", stats.renewals)
+    for reason, count in stats.ended.items():
+        yield sample("baton_leases_ended_total", count, reason=reason.value)
+    for verdict, count in stats.confirms.items():
+        yield sample("baton_confirms_total", count, verdict=verdict.value)
+    yield sample("baton_transfer_blocks_total", stats.blocks_confirmed, direction="sent")
+    yield sample("baton_transfer_bytes_total", stats.bytes_confirmed, direction="sent")
+
+
+def _handoff(stats: HandoffStats) -> Iterator[Sample]:
+    places = {
+        "local": stats.local_prompts,
+        "remote": stats.remote_prompts,
+        "fallback": stats.fallback_prompts,
+    }
+    for place, count in places.items():
+        yield sample("baton_prompts_placed_total", count, place=place)
+    for error, count in stats.failures.items():
+        yield sample("baton_handoff_failures_total", count, error=error)

@@ -1,0 +1,156 @@
+"""Builds the two kinds of worker from settings: model, pool, engine and hand-off, checked first.
+
+The same steps as `baton check` shows: resolve the model, plan the sizes, refuse what breaks an
+invariant, and only then read weights.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.schema import Settings, TransferSettings
+from kv_transfer.geometry import KVLayout
+from kv_transfer.handoff import PeerInfo
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
+from kv_transfer.transport import Transport
+from kv_transfer.transports.tcp import TcpTransport
+from workers import planning
+from workers.decode import DecodeConfig, DecodeWorker, PrefillService
+from workers.engine.block_pool import BlockPool
+from workers.engine.build import build_runner
+from workers.engine.kv_cache import KVCache, torch_dtype
+from workers.engine.loop import Engine
+from workers.engine.scheduler import Scheduler, SchedulerConfig
+from workers.host import available_bytes, available_cores, has_bf16_cpu
+from workers.models.facts import facts_from_info
+from workers.models.loading import ModelInfo, load_model_info
+from workers.models.store import ModelStore, default_cache_dir
+from workers.planning import DeploymentPlan, WorkerPlan
+from workers.prefill import PrefillWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A model that is here, and the plan of serving it on this host."""
+
+    model_path: Path
+    info: ModelInfo
+    plan: DeploymentPlan
+
+
+def survey(settings: Settings, environ: Mapping[str, str]) -> Site:
+    """Find the model and plan its pools on this host; nothing is loaded yet.
+
+    Raises `ModelError` where there is no such model, `WorkerError` (of which `PoolTooSmallError`
+    is INV-POOL-WINDOW) where a check fails.
+    """
+    source = ModelStore(default_cache_dir(environ)).resolve(settings.model.source)
+    info = load_model_info(source.path)
+    plan = planning.plan(
+        settings,
+        facts_from_info(info, settings.model, has_bf16_cpu=has_bf16_cpu()),
+        cores=available_cores(),
+        available_bytes=available_bytes(),
+    )
+    planning.enforce(plan.checks)
+    return Site(model_path=source.path, info=info, plan=plan)
+
+
+def build_prefill_worker(
+    settings: Settings, *, worker_id: str, environ: Mapping[str, str]
+) -> PrefillWorker:
+    """A prefill worker, loaded and not yet started; blocks for the seconds that loading takes."""
+    site = survey(settings, environ)
+    if site.plan.prefill is None:
+        raise ValueError("these settings have no prefill pool")
+    engine, memory = _build_engine(site, site.plan.prefill)
+    me = _peer_info(site.plan, site.plan.prefill, worker_id)
+    worker: PrefillWorker
+    sender = KVSender(
+        memory=memory,
+        me=me,
+        generation_of=engine.generation_of,
+        transports=_transports(settings.transfer),
+        lease_s=settings.transfer.lease_s,
+        on_end=lambda key, reason: worker.on_transfer_end(key, reason),
+    )
+    worker = PrefillWorker(engine=engine, sender=sender, layout=site.plan.layout)
+    return worker
+
+
+def build_decode_worker(
+    settings: Settings,
+    *,
+    worker_id: str,
+    environ: Mapping[str, str],
+    prefill: PrefillService | None,
+) -> DecodeWorker:
+    """A decode worker, loaded and not yet started; without `prefill` it is colocated."""
+    site = survey(settings, environ)
+    engine, memory = _build_engine(site, site.plan.decode)
+    me = _peer_info(site.plan, site.plan.decode, worker_id)
+    receiver = None
+    if prefill is not None:
+        receiver = KVReceiver(
+            memory=memory,
+            me=me,
+            transports=_transports(settings.transfer),
+            lease_s=settings.transfer.lease_s,
+        )
+    return DecodeWorker(
+        engine=engine,
+        me=me,
+        config=DecodeConfig(
+            local_prefill_tokens=settings.decode.local_prefill_tokens,
+            transfer_deadline_s=settings.transfer.deadline_s,
+        ),
+        receiver=receiver,
+        prefill=prefill,
+    )
+
+
+def _build_engine(site: Site, worker: WorkerPlan) -> tuple[Engine, KVCache]:
+    runner, memory = build_runner(
+        site.model_path,
+        info=site.info,
+        layout=site.plan.layout,
+        num_blocks=worker.num_blocks,
+        max_model_len=site.plan.window,
+        dtype=torch_dtype(site.plan.layout.dtype),
+        threads=worker.threads,
+    )
+    pool = BlockPool(
+        num_blocks=worker.num_blocks,
+        block_size=site.plan.layout.block_size,
+        max_model_len=site.plan.window,
+    )
+    config = SchedulerConfig(
+        max_model_len=site.plan.window,
+        max_sequences=worker.max_sequences,
+        step_tokens=worker.step_tokens,
+        prefill_chunk_tokens=worker.prefill_chunk_tokens,
+        queue_limit=worker.queue_limit,
+    )
+    return Engine(Scheduler(pool, config), runner), memory
+
+
+def _peer_info(plan: DeploymentPlan, worker: WorkerPlan, worker_id: str) -> PeerInfo:
+    layout: KVLayout = plan.layout
+    return PeerInfo(
+        worker_id=worker_id,
+        incarnation=uuid.uuid4().hex,
+        fingerprint=layout.fingerprint,
+        bytes_per_block=layout.bytes_per_block,
+        block_size=layout.block_size,
+        max_model_len=plan.window,
+        pool_tokens=worker.pool_tokens,
+    )
+
+
+def _transports(settings: TransferSettings) -> list[Transport]:
+    """The transports to offer, best first; `auto` is what is built: tcp."""
+    return [TcpTransport(host=settings.host)]
