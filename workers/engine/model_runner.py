@@ -1,19 +1,13 @@
 """Runs a step through stock transformers modules: plan in, sampled tokens out.
 
-All rows of a step go through the model as one sequence `[1, num_tokens]` without a cache and
-without a mask; the model's own attention interface leads each layer to the paged backend, which
-knows whose rows are whose. Whether that holds for a model is proved at load by `self_check`, never
+All rows of a step go through the model at once; each layer's attention is the backend's, which
+knows whose rows are whose. Whether that holds for a model is seen at load by `self_check`, never
 assumed. Owns no memory: weights belong to the model, keys and values to the `KVCache`.
 """
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-from typing import Any
-
-import numpy as np
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from workers.engine.attention.backend import (
     AttentionBackend,
@@ -21,25 +15,11 @@ from workers.engine.attention.backend import (
     StepMetadata,
     build_metadata,
 )
+from workers.engine.attention.interface import MaskFunction, packed_forward, use_packed_attention
 from workers.engine.sampler import SamplingRow, sample
 from workers.engine.step import SequenceId, StepPlan, StepResult
-from workers.errors import UnsupportedModelError
 
-__all__ = ["RaggedModelRunner", "use_ragged_attention"]
-
-_ATTENTION_NAME = "baton_ragged"
-
-_current_backend: ContextVar[AttentionBackend] = ContextVar("baton_attention_backend")
-# Set for the time of one forward pass, in the thread that runs it. Keyword arguments would be the
-# plainer way, but some models drop them; and two runners may share one model.
-
-
-def use_ragged_attention(model: torch.nn.Module) -> None:
-    """Lead the model's attention to the backend of whichever runner runs it; safe to repeat."""
-    AttentionInterface.register(_ATTENTION_NAME, _ragged_attention)
-    # Without a mask function of the same name some models build a mask of num_tokens squared.
-    AttentionMaskInterface.register(_ATTENTION_NAME, _no_mask)
-    model.set_attn_implementation(_ATTENTION_NAME)  # type: ignore[operator]
+__all__ = ["RaggedModelRunner"]
 
 
 class RaggedModelRunner:
@@ -52,91 +32,74 @@ class RaggedModelRunner:
         self, model: torch.nn.Module, backend: AttentionBackend, *, block_size: int
     ) -> None:
         """Run `model`, a causal language model in eval mode, with `backend` for its attention."""
+        use_packed_attention(model)
         self._model = model
         self._backend = backend
+        self._handler = _BackendHandler(backend)
         self._block_size = block_size
-        use_ragged_attention(model)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's keys and values and sample where it says so; at least one sequence.
+        """Compute KV for every row of a plan, and sample where it asks for that.
 
-        A sequence whose logits are not finite is reported in `failed`; the others are unharmed.
+        A sequence whose logits are not finite is named in the result's `failed`; the others are
+        unharmed. ValueError for a plan without sequences.
         """
+        if not plan.sequences:
+            raise ValueError(f"step {plan.step_id} has no sequences")
         meta = build_metadata(plan, self._block_size)
         logits = self.logits(meta, meta.sampled_rows)
-        sampling = [sequence for sequence in plan.sequences if sequence.sampling is not None]
-        rows = [
-            SamplingRow(
+        rows: dict[SequenceId, SamplingRow] = {
+            sequence.sequence_id: SamplingRow(
                 params=sequence.sampling,
                 position=sequence.end,
                 num_output_tokens=sequence.num_output_tokens,
             )
-            for sequence in sampling
+            for sequence in plan.sequences
             if sequence.sampling is not None
-        ]
-        token_ids: dict[SequenceId, int] = {}
-        failed: dict[SequenceId, str] = {}
-        for sequence, token_id in zip(sampling, sample(logits, rows), strict=True):
-            if token_id is None:
-                failed[sequence.sequence_id] = (
-                    f"the logits at position {sequence.end} are not finite"
-                )
-            else:
-                token_ids[sequence.sequence_id] = token_id
-        return StepResult(step_id=plan.step_id, token_ids=token_ids, failed=failed)
+        }
+        sampled = dict(zip(rows, sample(logits, list(rows.values())), strict=True))
+        return StepResult(
+            step_id=plan.step_id,
+            token_ids={key: token_id for key, token_id in sampled.items() if token_id is not None},
+            failed={
+                key: f"the logits for position {rows[key].position} are not finite"
+                for key, token_id in sampled.items()
+                if token_id is None
+            },
+        )
 
     def logits(self, meta: StepMetadata, rows: IntArray) -> torch.Tensor:
-        """Run a step and return the logits `[len(rows), vocabulary]` of some of its rows.
-
-        With no rows the model's head is not run.
-        """
-        token = _current_backend.set(self._backend)
-        try:
-            with torch.inference_mode():
-                self._backend.prepare(meta)
-                output = self._model(
-                    input_ids=_one_row(meta.input_ids),
-                    position_ids=_one_row(meta.positions),
-                    use_cache=False,
-                    logits_to_keep=torch.from_numpy(np.ascontiguousarray(rows)),
-                )
-                logits: torch.Tensor = output.logits[0]
-                return logits
-        finally:
-            _current_backend.reset(token)
+        """Run a step; returns the logits `[len(rows), vocabulary]` of some of its rows."""
+        self._backend.prepare(meta)
+        return packed_forward(self._model, self._handler, meta.input_ids, meta.positions, rows)
 
 
-def _one_row(values: IntArray) -> torch.Tensor:
-    return torch.from_numpy(values).unsqueeze(0)
+class _BackendHandler:
+    """Hands a model's attention on to a backend."""
 
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
 
-def _ragged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature: q, k, v `[1, heads, num_tokens, head_dim]`."""
-    if options.get("position_bias") is not None:
-        raise UnsupportedModelError(f"{type(module).__name__} adds a bias to its attention scores")
-    layer_index = getattr(module, "layer_idx", None)
-    if layer_index is None:
-        raise UnsupportedModelError(f"{type(module).__name__} does not say which layer it is")
-    attended = _current_backend.get().forward(
-        layer_index,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=options.get("sliding_window"),
-        softcap=options.get("softcap"),
-        sinks=options.get("s_aux"),
-    )
-    return attended.unsqueeze(0), None
+    def mask(self, mask_function: MaskFunction) -> None:
+        """The backend knows what each row may see."""
 
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The backend knows what each row may see."""
+    def attend(
+        self,
+        layer_index: int,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `AttentionHandler.attend`."""
+        return self._backend.forward(
+            layer_index,
+            *qkv,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+        )
