@@ -66,7 +66,13 @@ def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def instance_environment(
-    *, instance_id: str, runtime_dir: Path, ports: Ports, launcher: Path, python_path: str
+    *,
+    instance_id: str,
+    runtime_dir: Path,
+    ports: Ports,
+    launcher: Path,
+    token: Path,
+    python_path: str,
 ) -> dict[str, str]:
     """What the processes of one instance are started with, beside FIXED.
 
@@ -76,6 +82,9 @@ def instance_environment(
     root = str(Path(__file__).resolve().parents[2])
     return {
         MARKER: instance_id,
+        # Ray's processes prove to each other with this token that they belong together. By default
+        # it is one file in the home directory, which need not be writable and which all share.
+        "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(launcher),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(runtime_dir / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(runtime_dir / "a"),

@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import re
+import secrets
 import signal
 import threading
 import time
@@ -150,11 +151,15 @@ class LocalCluster:
     def _prepare(self, instance: Instance, starting: ExitStack) -> None:
         launcher = instance.runtime_dir / "haproxy"
         write_launcher(launcher, host=self._host, binary=self._ray_node.haproxy_binary())
+        token = instance.runtime_dir / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
         environment = instance_environment(
             instance_id=instance.instance_id,
             runtime_dir=instance.runtime_dir,
             ports=instance.ports,
             launcher=launcher,
+            token=token,
             python_path=os.environ.get("PYTHONPATH", ""),
         )
         starting.enter_context(_environment(environment))

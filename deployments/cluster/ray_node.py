@@ -6,7 +6,7 @@ An upgrade of Ray looks here first. Private names in use:
                   attributes, Ray just runs its optional processes), serve_start and
                   ServeControllerClient with its _controller (what `serve run config.yaml` itself
                   uses), _set_global_client, the controller's name and graceful_shutdown, the
-                  driver's _global_node
+                  driver's _global_node, AuthenticationTokenLoader.reset_cache
     worker_hook   ray._common.tls_utils.add_port_to_grpc_server, as used by serve's replica
     environment   RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, __RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR
     haproxy       the section name `http_frontend` and the form of bind lines in Ray's template
@@ -24,6 +24,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray._private.node import Node
+from ray._raylet import AuthenticationTokenLoader
 from ray.serve._private.api import serve_start
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME
 from ray.serve.context import _set_global_client
@@ -49,6 +50,8 @@ def start_ray(*, temp_dir: Path, num_cpus: float | None, num_gpus: float | None)
 
     Call it from the main thread: Linux ends Ray's processes with the thread that started them.
     """
+    # the token of an earlier cluster of this process is not this one's
+    AuthenticationTokenLoader.instance().reset_cache()
     with _lean_node(), _quiet("ray._private.authentication"):
         ray.init(
             address="local",
