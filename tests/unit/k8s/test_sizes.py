@@ -103,6 +103,15 @@ def test_an_old_cluster_outlives_its_longest_stream():
     assert SERVICE["spec"]["rayClusterDeletionDelaySeconds"] >= SETTINGS.http.request_timeout_s
 
 
+@pytest.mark.parametrize("name", ["Front", "Decode"])
+def test_a_replaced_replica_outlives_its_longest_stream(name):
+    assert deployments()[name]["graceful_shutdown_timeout_s"] >= SETTINGS.http.request_timeout_s
+
+
+def test_a_replaced_prefill_worker_outlives_its_longest_transfer():
+    assert deployments()["Prefill"]["graceful_shutdown_timeout_s"] >= SETTINGS.transfer.deadline_s
+
+
 def test_image_is_this_version_with_the_ray_that_the_manifest_names():
     images = {operator_rules.ray_container(group)["image"] for group in GROUPS.values()}
 
