@@ -24,7 +24,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray._private.node import Node
-from ray._raylet import AuthenticationTokenLoader
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.serve._private.api import serve_start
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME
 from ray.serve.context import _set_global_client
