@@ -16,4 +16,5 @@ def run(command: Sequence[str | Path], *, cwd: Path, **options: Any) -> str:
         [str(word) for word in command], cwd=cwd, capture_output=True, text=True, **options
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    output: str = done.stdout
+    return output

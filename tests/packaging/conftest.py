@@ -29,7 +29,16 @@ def packages(project: dict[str, Any]) -> list[str]:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of this checkout; its build backend is the installed one, so nothing is fetched."""
     folder = tmp_path_factory.mktemp("dist")
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, "."]
+    build: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        folder,
+        ".",
+    ]
     run(build, cwd=REPOSITORY)
     (path,) = folder.glob("*.whl")
     return path
