@@ -137,6 +137,9 @@ TRANSITIONS: Mapping[TransferState, Mapping[type[Event], frozenset[TransferState
                 Fail: frozenset({TransferState.DRAINING}),
             },
             TransferState.LANDED: {
+                # Never accepted, nothing is missing any more; but it is the peer's mistake.
+                Granted: frozenset({TransferState.LANDED}),
+                BlockLanded: frozenset({TransferState.LANDED}),
                 Answered: frozenset({TransferState.CONFIRMED, TransferState.DRAINING}),
                 Fail: frozenset({TransferState.DRAINING}),
             },

@@ -25,6 +25,7 @@ class FrameSocket:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
+        self._descriptor = connection.fileno()  # selectors are slower with the object
         self._loop = asyncio.get_running_loop()
         self._since_yield = 0
         self.bytes_received = 0
@@ -91,15 +92,13 @@ class FrameSocket:
         except OSError as error:
             raise PeerLostError(f"connection lost: {error}") from error
 
-    async def _ready(
-        self, watch: Callable[..., None], unwatch: Callable[[socket.socket], object]
-    ) -> None:
+    async def _ready(self, watch: Callable[..., None], unwatch: Callable[[int], object]) -> None:
         ready = self._loop.create_future()
-        watch(self._socket, _wake, ready)
+        watch(self._descriptor, _wake, ready)
         try:
             await ready
         finally:
-            unwatch(self._socket)
+            unwatch(self._descriptor)
 
     async def _yield_sometimes(self, num_bytes: int) -> None:
         self._since_yield += num_bytes

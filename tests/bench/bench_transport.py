@@ -1,0 +1,230 @@
+"""The tcp transport beside a plain socket copy, between two processes, in one run.
+
+    python tests/bench/bench_transport.py
+
+For each block size: GB/s of a transfer of many blocks and of the same bytes by sendall/recv_into
+over one blocking connection, and the time from asking for one block to having it against one
+plain request and answer. Rounds alternate, so that a busy machine is busy for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from kv_transfer.geometry import BlockId, LogicalBlock
+from kv_transfer.handoff import FirstToken, GrantedBlock, PeerInfo, TransferKey
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
+from kv_transfer.transports.tcp import TcpTransport
+from tests.fakes.block_memory import ByteMemory, peer_info, transfer_key
+
+POOL_BYTES = 96 * 1024 * 1024
+SIZES_KIB = (16, 64, 360, 720)
+_ASK = struct.Struct("!II")
+
+
+def geometry(size_kib: int) -> tuple[int, int]:
+    """Bytes per block, and blocks that make up the pool."""
+    return size_kib * 1024, POOL_BYTES // (size_kib * 1024)
+
+
+def info(name: str, size_kib: int) -> PeerInfo:
+    """A worker with one token per block."""
+    size, count = geometry(size_kib)
+    return peer_info(
+        name,
+        f"{name}-1",
+        bytes_per_block=size,
+        block_size=1,
+        max_model_len=count,
+        pool_tokens=count,
+    )
+
+
+def serve_plain(listener: socket.socket, memory: ByteMemory) -> None:
+    """Answer (count, -) with the first `count` blocks, until the peer closes."""
+    connection, _ = listener.accept()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while ask := connection.recv(_ASK.size, socket.MSG_WAITALL):
+        count, _ = _ASK.unpack(ask)
+        for i in range(count):
+            connection.sendall(memory.block(BlockId(i)))
+
+
+async def serve(size_kib: int) -> None:
+    """The owner's process: one transfer per line on standard input, `id count`."""
+    memory = ByteMemory(geometry(size_kib)[1], geometry(size_kib)[0])
+    memory.fill(1)
+    sender = KVSender(
+        memory=memory,
+        me=info("p", size_kib),
+        generation_of=memory.generation_of,
+        transports=[TcpTransport()],
+        on_end=lambda _key, _reason: None,
+    )
+    listener = socket.create_server(("127.0.0.1", 0))
+    plain = asyncio.create_task(asyncio.to_thread(serve_plain, listener, memory))
+    peer = await sender.start()
+    print(peer.endpoint("tcp"), listener.getsockname()[1], flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        transfer_id, count = line.split()
+        key = transfer_key(transfer_id)
+        sender.open(key, info("d", size_kib))
+        blocks = [
+            GrantedBlock(logical=LogicalBlock(i), block_id=BlockId(i), generation=0, valid_tokens=1)
+            for i in range(int(count))
+        ]
+        sender.grant(key, blocks, FirstToken(token_id=1))
+        print("open", flush=True)
+    await sender.close()
+    await plain
+
+
+class Peer:
+    """The owner's process as the measuring one sees it."""
+
+    def __init__(self, size_kib: int) -> None:
+        self.size_kib = size_kib
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", str(size_kib)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        address, port = self._line().split()
+        self.info = info("p", size_kib)
+        self.info = PeerInfo(
+            **{
+                **{name: getattr(self.info, name) for name in PeerInfo.__slots__},
+                "endpoints": (("tcp", address),),
+            }
+        )
+        self.plain = socket.create_connection(("127.0.0.1", int(port)))
+        self.plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.opened = 0
+
+    def open(self, count: int) -> TransferKey:
+        """Have the first `count` blocks granted."""
+        self.opened += 1
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"t{self.opened} {count}\n")
+        self.process.stdin.flush()
+        self._line()
+        return transfer_key(f"t{self.opened}")
+
+    def close(self) -> None:
+        """End the process."""
+        self.plain.close()
+        self.process.communicate()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+
+def plain_copy(peer: Peer, memory: ByteMemory, count: int) -> float:
+    """Seconds for `count` blocks over the plain connection."""
+    started = time.perf_counter()
+    peer.plain.sendall(_ASK.pack(count, 0))
+    for i in range(count):
+        view = memory.block(BlockId(i))
+        while view.nbytes:
+            view = view[peer.plain.recv_into(view) :]
+    return time.perf_counter() - started
+
+
+async def session_fetches(
+    transport: TcpTransport, peer: Peer, memory: ByteMemory, count: int, each: int
+) -> list[float]:
+    """Seconds per fetch of `each` blocks, on one session whose grant covers `count`."""
+    key = peer.open(count)
+    session = await transport.connect(memory, peer.info, key, info("d", peer.size_kib))
+    (blocks,) = [grant.blocks async for grant in session.grants()]
+    places = {block.logical: block.block_id for block in blocks}
+    seconds = []
+    for start in range(0, count, each):
+        started = time.perf_counter()
+        async for _ in session.fetch(blocks[start : start + each], places):
+            pass
+        seconds.append(time.perf_counter() - started)
+    await session.release()
+    await session.close()
+    return seconds
+
+
+def summary(seconds: list[float], unit: Callable[[float], float]) -> str:
+    """Median with its spread."""
+    values = sorted(unit(s) for s in seconds)
+    return f"{statistics.median(values):8.2f} [{values[0]:.2f} .. {values[-1]:.2f}]"
+
+
+async def measure(size_kib: int, rounds: int) -> None:
+    """Print one block size's comparison."""
+    size, count = geometry(size_kib)
+    memory, peer, transport = ByteMemory(count, size), Peer(size_kib), TcpTransport()
+    memory.fill(2)
+    receiver = KVReceiver(memory=memory, me=info("d", size_kib), transports=[transport])
+    await receiver.start()
+    places = [BlockId(i) for i in range(count)]
+    plain, ours, whole, one_plain, one_ours = [], [], [], [], []
+    for _ in range(rounds):
+        plain.append(plain_copy(peer, memory, count))
+        ours += await session_fetches(transport, peer, memory, count, count)
+        transfer = receiver.transfer(peer.info, peer.open(count), places, count, 60.0)
+        whole.append((await transfer.pull()).fetch_s)
+        one_plain += [plain_copy(peer, memory, 1) for _ in range(20)]
+        one_ours += await session_fetches(transport, peer, memory, 20, 1)
+    await receiver.close()
+    peer.close()
+    ratio = statistics.median(plain) / statistics.median(ours)
+    whole_ratio = statistics.median(plain) / statistics.median(whole)
+    slower = statistics.median(one_ours) / statistics.median(one_plain)
+
+    def speed(seconds: float) -> float:
+        return count * size / seconds / 1e9
+
+    def micros(seconds: float) -> float:
+        return seconds * 1e6
+
+    print(f"{size_kib} KiB x {count}, n={rounds}")
+    print(
+        f"  GB/s    plain {summary(plain, speed)}   fetch {summary(ours, speed)}"
+        f"   ratio {ratio:.2f}"
+    )
+    print(
+        f"  GB/s    whole hand-off (connect, grants, confirm) {summary(whole, speed)}"
+        f"   ratio {whole_ratio:.2f}"
+    )
+    print(
+        f"  us/one  plain {summary(one_plain, micros)}   fetch {summary(one_ours, micros)}"
+        f"   ratio {slower:.2f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Measure every size, or serve one as the other process."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--serve", type=int)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    if arguments.serve is not None:
+        asyncio.run(serve(arguments.serve))
+        return
+    for size_kib in SIZES_KIB:
+        asyncio.run(measure(size_kib, arguments.rounds))
+
+
+if __name__ == "__main__":
+    main()

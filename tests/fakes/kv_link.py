@@ -1,0 +1,129 @@
+"""A prefill and a decode worker's ends of a link in one process, over any transport."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from kv_transfer.geometry import BlockId
+from kv_transfer.handoff import (
+    FirstToken,
+    GrantedBlock,
+    PeerInfo,
+    ReleaseReason,
+    TransferKey,
+)
+from kv_transfer.receiver import IncomingTransfer, KVReceiver
+from kv_transfer.sender import KVSender
+from kv_transfer.transport import Clock, Transport
+from tests.fakes.block_memory import ByteMemory, granted_blocks, peer_info, transfer_key
+from tests.fakes.clock import FakeClock
+
+BLOCK_BYTES = 512
+BLOCK_SIZE = 4
+NUM_TOKENS = 22
+SOURCE = [3, 1, 4, 15, 9, 2]
+PLACES = [BlockId(block_id) for block_id in (5, 0, 7, 9, 1, 2)]
+FIRST = FirstToken(token_id=42)
+POISON = 0xEE
+"""What the destination holds before anything lands."""
+
+
+@dataclass
+class KVLink:
+    """Both ends, their pools, and what the sender reported."""
+
+    sender: KVSender
+    receiver: KVReceiver
+    source: ByteMemory
+    destination: ByteMemory
+    peer: PeerInfo
+    me: PeerInfo
+    ended: list[tuple[TransferKey, ReleaseReason]]
+    ends: asyncio.Queue[tuple[TransferKey, ReleaseReason]] = field(default_factory=asyncio.Queue)
+
+    def blocks(self) -> tuple[GrantedBlock, ...]:
+        """The prompt's blocks with their generations of now."""
+        return granted_blocks(NUM_TOKENS, BLOCK_SIZE, SOURCE, self.source.generations)
+
+    def open(self, transfer_id: str = "t", epoch: int = 0) -> TransferKey:
+        """Open a transfer between the two."""
+        key = transfer_key(transfer_id, epoch)
+        self.sender.open(key, self.me)
+        return key
+
+    def offer(self, transfer_id: str = "t", epoch: int = 0) -> TransferKey:
+        """Open a transfer and grant all of it, in three grants."""
+        key = self.open(transfer_id, epoch)
+        blocks = self.blocks()
+        assert self.sender.grant(key, blocks[:2], None)
+        assert self.sender.grant(key, blocks[2:3], None)
+        assert self.sender.grant(key, blocks[3:], FIRST)
+        return key
+
+    def incoming(
+        self, key: TransferKey, places: list[BlockId] | None = None, deadline_s: float = 20.0
+    ) -> IncomingTransfer:
+        """The receiver's handle on a transfer."""
+        return self.receiver.transfer(self.peer, key, places or PLACES, NUM_TOKENS, deadline_s)
+
+    async def next_end(self) -> ReleaseReason:
+        """Why the next transfer ended on the sender's side."""
+        async with asyncio.timeout(10):
+            return (await self.ends.get())[1]
+
+    def has_arrived(self, places: list[BlockId] | None = None) -> bool:
+        """Whether the destination blocks equal the source blocks."""
+        return all(
+            self.source.block(BlockId(source)) == self.destination.block(place)
+            for source, place in zip(SOURCE, places or PLACES, strict=True)
+        )
+
+
+@asynccontextmanager
+async def kv_link(
+    transport: Transport,
+    *,
+    receiving: Transport | None = None,
+    lease_s: float = 5.0,
+    clock: Clock | None = None,
+    num_blocks: int = 16,
+    on_end: Callable[[], object] | None = None,
+) -> AsyncIterator[KVLink]:
+    """A started link; closed at the end, the receiver first."""
+    source, destination = ByteMemory(num_blocks, BLOCK_BYTES), ByteMemory(num_blocks, BLOCK_BYTES)
+    source.fill(seed=1)
+    for block_id in range(num_blocks):
+        destination.block(BlockId(block_id))[:] = bytes([POISON]) * BLOCK_BYTES
+    decode = peer_info("decode-0", "d-1", bytes_per_block=BLOCK_BYTES, block_size=BLOCK_SIZE)
+    ended: list[tuple[TransferKey, ReleaseReason]] = []
+    ends: asyncio.Queue[tuple[TransferKey, ReleaseReason]] = asyncio.Queue()
+
+    def note_end(key: TransferKey, reason: ReleaseReason) -> None:
+        if on_end is not None:
+            on_end()
+        ended.append((key, reason))
+        ends.put_nowait((key, reason))
+
+    sender = KVSender(
+        memory=source,
+        me=peer_info("prefill-0", "p-1", bytes_per_block=BLOCK_BYTES, block_size=BLOCK_SIZE),
+        generation_of=source.generation_of,
+        transports=[transport],
+        on_end=note_end,
+        lease_s=lease_s,
+        clock=clock or FakeClock(),
+        sweep_s=0.005,
+    )
+    receiver = KVReceiver(
+        memory=destination, me=decode, transports=[receiving or transport], lease_s=lease_s
+    )
+    try:
+        peer = await sender.start()
+        await receiver.start()
+        yield KVLink(sender, receiver, source, destination, peer, decode, ended, ends)
+    finally:
+        await receiver.close()
+        await sender.close()

@@ -1,0 +1,59 @@
+import dataclasses
+
+import pytest
+
+from kv_transfer.compatibility import check_compatible
+from kv_transfer.transport import LinkRefusedError
+from tests.fakes.block_memory import peer_info
+
+PREFILL = peer_info("prefill-0", "p-1", bytes_per_block=4096)
+DECODE = peer_info("decode-0", "d-1", bytes_per_block=4096)
+
+
+def test_equal_workers_may_exchange_blocks():
+    check_compatible(PREFILL, DECODE)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("fingerprint", "0" * 32),
+        ("block_size", 8),
+        ("bytes_per_block", 8192),
+        ("max_model_len", 32),
+    ],
+)
+@pytest.mark.parametrize("changed", ["prefill", "decode"])
+def test_each_difference_alone_is_refused_and_both_values_are_named(field, value, changed):
+    prefill, decode = PREFILL, DECODE
+    if changed == "prefill":
+        prefill = dataclasses.replace(PREFILL, **{field: value})
+    else:
+        decode = dataclasses.replace(DECODE, **{field: value})
+    with pytest.raises(LinkRefusedError) as refused:
+        check_compatible(prefill, decode)
+    assert str(value) in str(refused.value)
+    assert str(getattr(PREFILL, field)) in str(refused.value)
+
+
+def test_the_fingerprint_is_judged_before_anything_else():
+    decode = dataclasses.replace(DECODE, fingerprint="0" * 32, block_size=8, pool_tokens=1)
+    with pytest.raises(LinkRefusedError, match="fingerprint"):
+        check_compatible(PREFILL, decode)
+
+
+@pytest.mark.parametrize("short", ["prefill", "decode"])
+def test_a_pool_below_the_window_is_refused_on_either_side(short):
+    prefill, decode = PREFILL, DECODE
+    if short == "prefill":
+        prefill = dataclasses.replace(PREFILL, pool_tokens=63)
+    else:
+        decode = dataclasses.replace(DECODE, pool_tokens=63)
+    with pytest.raises(LinkRefusedError, match=rf"INV-POOL-WINDOW.*{short}-0 holds 63.*64"):
+        check_compatible(prefill, decode)
+
+
+def test_a_pool_that_holds_exactly_the_window_is_accepted():
+    check_compatible(
+        dataclasses.replace(PREFILL, pool_tokens=64), dataclasses.replace(DECODE, pool_tokens=64)
+    )

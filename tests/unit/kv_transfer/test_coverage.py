@@ -1,0 +1,62 @@
+import dataclasses
+
+import pytest
+
+from kv_transfer.coverage import Coverage
+from kv_transfer.geometry import LogicalBlock
+from kv_transfer.transport import CorruptTransferError
+from tests.fakes.block_memory import granted_blocks
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"), [(1, 1), (15, 1), (16, 1), (17, 2), (31, 2), (32, 2), (33, 3)]
+)
+def test_expects_the_blocks_of_the_tokens_and_no_more(num_tokens, expected):
+    assert Coverage(num_tokens=num_tokens, block_size=16).expected_blocks == expected
+
+
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 33])
+def test_is_full_only_when_the_last_block_has_landed(num_tokens):
+    coverage = Coverage(num_tokens=num_tokens, block_size=16)
+    blocks = granted_blocks(num_tokens, 16, list(range(9)))
+    for landed, block in enumerate(reversed(blocks)):
+        assert not coverage.is_full
+        assert coverage.blocks_landed == landed
+        coverage.mark(block)
+        coverage.check_invariants()
+    assert coverage.is_full
+
+
+def test_a_repeated_block_is_refused_and_counts_once():
+    coverage = Coverage(num_tokens=32, block_size=16)
+    block = granted_blocks(32, 16, [0, 1])[0]
+    coverage.mark(block)
+    with pytest.raises(CorruptTransferError, match="twice"):
+        coverage.mark(block)
+    assert coverage.blocks_landed == 1
+    assert not coverage.is_full
+    coverage.check_invariants()
+
+
+@pytest.mark.parametrize("logical", [-1, 2, 10**6])
+def test_a_block_outside_the_range_is_refused(logical):
+    coverage = Coverage(num_tokens=32, block_size=16)
+    block = dataclasses.replace(granted_blocks(32, 16, [0, 1])[0], logical=LogicalBlock(logical))
+    with pytest.raises(CorruptTransferError, match="outside"):
+        coverage.mark(block)
+    assert coverage.blocks_landed == 0
+
+
+@pytest.mark.parametrize(("logical", "tokens"), [(0, 15), (0, 17), (0, 0), (1, 16), (1, 3), (1, 5)])
+def test_a_block_with_another_number_of_tokens_is_refused(logical, tokens):
+    coverage = Coverage(num_tokens=20, block_size=16)
+    block = dataclasses.replace(granted_blocks(20, 16, [0, 1])[logical], valid_tokens=tokens)
+    with pytest.raises(CorruptTransferError, match="tokens"):
+        coverage.mark(block)
+    assert coverage.blocks_landed == 0
+
+
+@pytest.mark.parametrize(("num_tokens", "block_size"), [(0, 16), (-1, 16), (5, 0)])
+def test_nothing_to_cover_is_a_mistake(num_tokens, block_size):
+    with pytest.raises(ValueError, match="positive"):
+        Coverage(num_tokens=num_tokens, block_size=block_size)

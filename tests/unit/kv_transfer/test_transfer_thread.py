@@ -1,0 +1,151 @@
+import asyncio
+import threading
+
+import pytest
+
+from kv_transfer.transfer_thread import TransferThread, run_beside
+
+
+async def test_work_runs_on_one_other_thread_in_the_order_of_the_posts():
+    thread = TransferThread("kv-test")
+    await thread.start()
+    seen = []
+    for i in range(5):
+        thread.post(lambda i=i: seen.append((i, threading.current_thread().name)))
+
+    async def last():
+        return threading.current_thread().name
+
+    assert await thread.run(last()) == "kv-test"
+    assert seen == [(i, "kv-test") for i in range(5)]
+    await thread.stop()
+
+
+async def test_an_error_comes_back_to_who_asked():
+    thread = TransferThread("kv-test")
+    await thread.start()
+
+    async def fail():
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        await thread.run(fail())
+    await thread.stop()
+
+
+async def test_stopping_ends_the_thread_cancels_its_tasks_and_can_be_repeated():
+    thread = TransferThread("kv-test")
+    await thread.start()
+    cancelled = threading.Event()
+    started = threading.Event()
+
+    async def forever():
+        try:
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    task = asyncio.create_task(thread.run(forever()))
+    await asyncio.to_thread(started.wait)
+    await thread.stop()
+    assert cancelled.is_set()
+    assert not any(t.name == "kv-test" for t in threading.enumerate())
+    await thread.stop()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_thread_that_does_not_run_takes_no_work():
+    thread = TransferThread("kv-test")
+
+    async def nothing():
+        return None
+
+    await thread.stop()
+    with pytest.raises(RuntimeError):
+        thread.post(print)
+    with pytest.raises(RuntimeError):
+        await thread.run(nothing())
+    await thread.start()
+    with pytest.raises(RuntimeError):
+        await thread.start()
+    await thread.stop()
+
+
+class Probe:
+    """A coroutine that waits, and remembers how it ended."""
+
+    def __init__(self):
+        self.go = asyncio.Event()
+        self.ended = False
+
+    async def run(self):
+        try:
+            await self.go.wait()
+        finally:
+            self.ended = True
+
+
+async def value(result):
+    return result
+
+
+async def fail(error):
+    raise error
+
+
+async def test_the_main_result_ends_the_others():
+    probe = Probe()
+    assert await run_beside(value(5), probe.run()) == 5
+    assert await run_beside(value(6)) == 6
+
+
+async def test_an_other_that_fails_ends_main():
+    main, other = Probe(), Probe()
+    with pytest.raises(KeyError):
+        await run_beside(main.run(), other.run(), fail(KeyError("x")))
+    assert main.ended
+    assert other.ended
+
+
+async def test_an_other_may_end_before_main():
+    main = Probe()
+
+    async def release():
+        main.go.set()
+
+    await run_beside(main.run(), release())
+
+
+async def test_a_failure_of_main_is_raised():
+    with pytest.raises(KeyError):
+        await run_beside(fail(KeyError("x")), Probe().run())
+
+
+async def test_cancelling_ends_all_even_when_cancelled_twice():
+    main = Probe()
+    slow_end = asyncio.Event()
+    slow_ended = asyncio.Event()
+
+    async def slow():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await slow_end.wait()
+            slow_ended.set()
+
+    task = asyncio.create_task(run_beside(main.run(), slow()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    slow_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert main.ended
+    assert slow_ended.is_set()
