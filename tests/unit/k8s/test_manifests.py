@@ -41,7 +41,8 @@ def at(*path: str | int, value: Any) -> Change:
     """Set one value deep in a manifest."""
 
     def change(document: dict[str, Any]) -> None:
-        reduce(lambda node, key: node[key], path[:-1], document)[path[-1]] = value
+        start: Any = document
+        reduce(lambda node, key: node[key], path[:-1], start)[path[-1]] = value
 
     return change
 

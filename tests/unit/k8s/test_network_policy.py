@@ -24,7 +24,8 @@ def policy() -> dict[str, Any]:
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     """Whether labels match; expressions are not used in our policies and not understood here."""
     assert selector.keys() <= {"matchLabels"}
-    return selector.get("matchLabels", {}).items() <= labels.items()
+    wanted: Mapping[str, str] = selector.get("matchLabels", {})
+    return wanted.items() <= labels.items()
 
 
 def admits(

@@ -28,7 +28,8 @@ def unknown_names(application: Mapping[str, Any], builder: Callable[..., Any]) -
 def application() -> Mapping[str, Any]:
     (service,) = manifests.of_kind("RayService").values()
     (entry,) = operator_rules.serve_config(service)["applications"]
-    return entry
+    result: Mapping[str, Any] = entry
+    return result
 
 
 def test_every_placed_deployment_is_one_of_the_application_s(application):

@@ -42,8 +42,9 @@ def deployments() -> dict[str, dict[str, Any]]:
 def limit(group: str, resource: str) -> int:
     """CPUs or bytes."""
     text = operator_rules.ray_container(GROUPS[group])["resources"]["limits"][resource]
-    number, unit = re.fullmatch(r"(\d+)(Gi)?", text).groups()
-    return int(number) * (2**30 if unit else 1)
+    quantity = re.fullmatch(r"(\d+)(Gi)?", text)
+    assert quantity is not None, text
+    return int(quantity[1]) * (2**30 if quantity[2] else 1)
 
 
 @pytest.fixture
@@ -77,12 +78,14 @@ def test_there_is_a_pod_for_each_replica():
     assert GROUPS["decode"]["replicas"] == SETTINGS.decode.replicas == SETTINGS.http.front_replicas
 
 
-def test_no_engine_has_more_threads_than_its_pod_has_cpus():
+def test_no_engine_has_more_threads_than_it_has_cpus():
     assert SETTINGS.prefill is not None
-    assert SETTINGS.prefill.engine.threads <= limit("prefill", "cpu")
-    assert (
-        SETTINGS.decode.engine.threads <= deployments()["Decode"]["ray_actor_options"]["num_cpus"]
-    )
+    prefill, decode = SETTINGS.prefill.engine.threads, SETTINGS.decode.engine.threads
+
+    assert prefill is not None
+    assert prefill <= limit("prefill", "cpu")
+    assert decode is not None
+    assert decode <= deployments()["Decode"]["ray_actor_options"]["num_cpus"]
 
 
 def test_head_runs_no_replica():
