@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+_KEEP_ALIVE_S = 0.05
+
 
 @dataclass
 class ApiScript:
@@ -70,7 +72,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self.script.hold is not None:
             self.script.held.set()
-            self.script.hold.wait()
+            # As a real server does. It also wakes a client whose signal came just before it began
+            # to wait: Python looks for signals between two reads only.
+            while not self.script.hold.wait(_KEEP_ALIVE_S):
+                self._send(b": keep-alive\n\n")
         end: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
         self._send_event({"choices": [{**end, "finish_reason": self.script.finish_reason}]})
         self._send_event({"choices": [], "usage": {"completion_tokens": 2}})

@@ -46,6 +46,7 @@ class FakeApi:
         self._finish_reason = finish_reason
         self.bodies: list[dict[str, Any]] = []
         self.num_open = 0
+        self._streams: list[Generator[Json, None, None]] = []
 
     def post(self, path: str, body: Json) -> Json:
         pieces = [str(piece) for piece in self._begin(body)]
@@ -53,6 +54,11 @@ class FakeApi:
         return {"choices": [{"message": message, "finish_reason": self._finish_reason}]}
 
     def stream(self, path: str, body: Json) -> Generator[Json, None, None]:
+        chunks = self._stream(body)
+        self._streams.append(chunks)  # only closing it ends it, not that it is forgotten
+        return chunks
+
+    def _stream(self, body: Json) -> Generator[Json, None, None]:
         self.num_open += 1
         try:
             for piece in self._begin(body):

@@ -133,8 +133,11 @@ def test_stream_that_is_not_the_apis_is_broken(text: str, words: str) -> None:
 @pytest.mark.parametrize("status", [302, 400, 429, 500])
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_error_status_is_told_with_the_servers_message(status: int, is_streamed: bool) -> None:
-    response = httpx.Response(status, json={"error": {"message": "too long"}})
-    with answering(response) as client:
+    class Unread(httpx.SyncByteStream):
+        def __iter__(self) -> Iterator[bytes]:
+            yield b'{"error": {"message": "too long"}}'
+
+    with answering(httpx.Response(status, stream=Unread())) as client:
         call = (lambda *args: list(client.stream(*args))) if is_streamed else client.post
         with pytest.raises(RefusedError, match="too long") as refusal:
             call("completions", {})

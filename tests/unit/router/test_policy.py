@@ -62,7 +62,9 @@ def test_policy_decides_by_the_replies_it_is_sent(is_good: bool, pool: str) -> N
 def test_drive_refuses_a_policy_that_asks_and_closes_it() -> None:
     policy = EscalatingPolicy()
 
+    routing = policy.route(AGENT_STEP, SIGNALS)  # kept: it must not take its collection
+
     with pytest.raises(UnansweredError, match="Ask"):
-        drive(policy.route(AGENT_STEP, SIGNALS))
+        drive(routing)
 
     assert policy.was_closed
