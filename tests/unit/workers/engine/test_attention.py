@@ -1,0 +1,252 @@
+"""The CPU backend against attention written out token by token, in fp64."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_transfer.geometry import BlockId, KVLayout
+from workers.engine.attention.backend import build_metadata
+from workers.engine.attention.masked import causal_bias
+from workers.engine.attention.torch_cpu import TorchCpuBackend
+from workers.engine.kv_cache import KVCache
+from workers.engine.sampling_params import SamplingParams
+from workers.engine.step import ScheduledSequence, SequenceId, StepPlan
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 2, 6, 2, 8, 4
+SCALE = 0.3
+
+
+def make_layout(dtype: torch.dtype) -> KVLayout:
+    return KVLayout(
+        model_digest="m",
+        dtype=str(dtype).removeprefix("torch."),
+        element_bytes=dtype.itemsize,
+        num_layers=LAYERS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        block_size=BLOCK_SIZE,
+    )
+
+
+def scheduled(sequence_id, start, length, block_ids, sampling=GREEDY) -> ScheduledSequence:
+    return ScheduledSequence(
+        sequence_id=SequenceId(sequence_id),
+        token_ids=tuple(range(start, start + length)),
+        start=start,
+        block_ids=tuple(BlockId(block_id) for block_id in block_ids),
+        sampling=sampling,
+    )
+
+
+def reference(q, k, v, *, window=None, softcap=None, sinks=None):
+    """One query `[heads, head_dim]`, the last of the tokens in k, v; fp64, one head at a time."""
+    q, k, v = (part.double().numpy() for part in (q, k, v))
+    first = 0 if window is None else max(0, len(k) - window)
+    heads = []
+    for head in range(len(q)):
+        kv_head = head // (len(q) // k.shape[1])
+        scores = k[first:, kv_head] @ q[head] * SCALE
+        if softcap is not None:
+            scores = np.tanh(scores / softcap) * softcap
+        weights = np.exp(scores)
+        total = weights.sum() + (0.0 if sinks is None else math.exp(sinks[head]))
+        heads.append(weights / total @ v[first:, kv_head])
+    return torch.from_numpy(np.stack(heads))
+
+
+class World:
+    """A poisoned cache, a backend, and by sequence and layer all K and V that there were so far."""
+
+    def __init__(self, num_sequences, dtype=torch.float32, blocks_each=40, seed=0):
+        self.dtype = dtype
+        self.random = torch.Generator().manual_seed(seed)
+        self.cache = KVCache(make_layout(dtype), num_sequences * blocks_each, poison=True)
+        self.backend = TorchCpuBackend(self.cache)
+        order = torch.randperm(self.cache.num_blocks, generator=self.random).tolist()
+        self.tables = [order[i::num_sequences] for i in range(num_sequences)]
+        empty = torch.empty(0, KV_HEADS, HEAD_DIM, dtype=dtype)
+        self.history = [[(empty, empty) for _ in range(LAYERS)] for _ in range(num_sequences)]
+
+    def make(self, *shape):
+        return torch.randn(*shape, generator=self.random).to(self.dtype)
+
+    def run(self, lengths, **options):
+        """One step: sequence i brings lengths[i] tokens; returns (result, expected) per layer."""
+        members = [i for i, length in enumerate(lengths) if length]
+        plan = StepPlan(
+            step_id=0,
+            sequences=tuple(
+                scheduled(i, len(self.history[i][0][0]), lengths[i], self.tables[i])
+                for i in members
+            ),
+        )
+        self.backend.prepare(build_metadata(plan, BLOCK_SIZE))
+        return [self.run_layer(layer, members, lengths, **options) for layer in range(LAYERS)]
+
+    def run_layer(self, layer, members, lengths, *, window=None, softcap=None, sinks=None):
+        num_tokens = sum(lengths)
+        q = self.make(num_tokens, HEADS, HEAD_DIM)
+        k, v = (self.make(num_tokens, KV_HEADS, HEAD_DIM) for _ in range(2))
+        out = self.backend.forward(
+            layer, q, k, v, scale=SCALE, sliding_window=window, softcap=softcap, sinks=sinks
+        )
+        expected, row = [], 0
+        for i in members:
+            keys, values = self.history[i][layer]
+            rows = slice(row, row + lengths[i])
+            keys, values = torch.cat([keys, k[rows]]), torch.cat([values, v[rows]])
+            self.history[i][layer] = (keys, values)
+            for j in range(lengths[i]):
+                end = len(keys) - lengths[i] + j + 1
+                expected.append(
+                    reference(
+                        q[row + j],
+                        keys[:end],
+                        values[:end],
+                        window=window,
+                        softcap=softcap,
+                        sinks=sinks,
+                    )
+                )
+            row += lengths[i]
+        return out, torch.stack(expected)
+
+
+def assert_same(results, tolerance=2e-6):
+    for out, expected in results:
+        assert out.shape == expected.shape
+        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -3.0])
+VARIANTS = [
+    {},
+    {"window": 1},
+    {"window": 5},
+    {"window": 64},
+    {"softcap": 1.5},
+    {"sinks": SINKS},
+    {"window": 3, "softcap": 2.0},
+    {"window": 6, "sinks": SINKS},
+]
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids="+".join)
+def test_every_kind_of_step_matches_attention_written_out(options):
+    world = World(3)
+    for lengths in [
+        (9, 0, 0),  # a whole prompt
+        (1, 6, 0),  # decode beside a whole prompt
+        (1, 3, 11),  # decode, a chunk over a prefix, a whole prompt
+        (1, 1, 1),  # decodes of unequal length in one call
+        (4, 1, 2),  # several query tokens per decode
+        (0, 1, 0),  # one decode alone
+    ]:
+        assert_same(world.run(lengths, **options))
+
+
+def test_decodes_of_very_unequal_length_match_attention_written_out():
+    world = World(4)
+    for lengths in [(150, 2, 75, 20), (1, 1, 1, 1), (1, 1, 1, 1)]:
+        assert_same(world.run(lengths))
+
+
+def test_decodes_of_equal_length_match_attention_written_out():
+    world = World(3)
+    for lengths in [(7, 7, 7), (1, 1, 1), (1, 1, 1)]:
+        assert_same(world.run(lengths))
+
+
+def test_decodes_behind_a_chunk_in_the_plan_match_attention_written_out():
+    world = World(3)
+    for lengths in [(3, 5, 2), (2, 1, 1)]:
+        assert_same(world.run(lengths))
+
+
+def test_bfloat16_is_right_to_its_precision():
+    world = World(3, dtype=torch.bfloat16)
+    for lengths in [(9, 4, 0), (1, 3, 11), (1, 1, 1)]:
+        assert_same(world.run(lengths), tolerance=0.03)
+
+
+def test_queries_split_from_one_projection_need_not_be_contiguous():
+    world = World(1)
+    world.make = lambda *shape: torch.randn(shape[0], 3, *shape[1:], generator=world.random)[:, 1]
+
+    for length in (5, 3, 1):
+        assert_same(world.run((length,)))
+
+
+def test_a_hole_in_the_prefix_is_not_attended_to_in_silence():
+    world = World(1)
+    world.run((9,))
+    world.cache.poison([BlockId(world.tables[0][1])])
+
+    ((out, _), *_) = world.run((1,))
+
+    assert torch.isnan(out).all()
+
+
+def test_a_hole_in_one_sequence_leaves_the_others_alone():
+    world = World(2)
+    world.run((9, 8))
+    world.cache.poison([BlockId(world.tables[0][1])])
+
+    for out, expected in world.run((1, 1)):
+        assert torch.isnan(out[0]).all()
+        torch.testing.assert_close(out[1].double(), expected[1], atol=2e-6, rtol=2e-6)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.tuples(*(st.integers(0, 6) for _ in range(3))).filter(any), min_size=1, max_size=6),
+    st.sampled_from(VARIANTS),
+)
+def test_any_split_into_steps_matches_attention_written_out(steps, options):
+    world = World(3, blocks_each=10)
+    for lengths in steps:
+        assert_same(world.run(lengths, **options))
+
+
+def test_metadata_lays_the_sequences_out_one_after_the_other():
+    plan = StepPlan(
+        step_id=1,
+        sequences=(
+            scheduled(7, start=5, length=1, block_ids=(9, 2, 4)),
+            scheduled(8, start=2, length=4, block_ids=(3, 6), sampling=None),
+            scheduled(9, start=0, length=2, block_ids=(1,)),
+        ),
+    )
+
+    meta = build_metadata(plan, BLOCK_SIZE)
+
+    assert meta.input_ids.tolist() == [5, 2, 3, 4, 5, 0, 1]
+    assert meta.positions.tolist() == [5, 2, 3, 4, 5, 0, 1]
+    assert meta.slot_mapping.tolist() == [9, 14, 15, 24, 25, 4, 5]
+    assert meta.cu_seqlens_q.tolist() == [0, 1, 5, 7]
+    assert meta.seq_lens.tolist() == [6, 6, 2]
+    assert [table.tolist() for table in meta.block_tables] == [[9, 2], [3, 6], [1]]
+    assert meta.sampled_rows.tolist() == [0, 6]
+
+
+def test_a_block_table_too_short_for_its_tokens_is_refused():
+    plan = StepPlan(step_id=1, sequences=(scheduled(7, start=4, length=1, block_ids=(9,)),))
+
+    with pytest.raises(IndexError, match="5 tokens need 2 blocks, the table has 1"):
+        build_metadata(plan, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_the_bias_shows_exactly_the_tokens_that_a_query_may_see(window):
+    bias = causal_bias(3, 7, window, torch.float32)
+
+    for query, token in itertools.product(range(3), range(7)):
+        own = 4 + query
+        is_seen = token <= own and (window is None or token > own - window)
+        assert bias[query, token] == (0.0 if is_seen else -np.inf)

@@ -1,0 +1,156 @@
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from kv_transfer.geometry import BlockId, KVLayout
+from workers.engine.kv_cache import KVCache, torch_dtype
+
+
+def make_layout(**changes) -> KVLayout:
+    fields = {
+        "model_digest": "m",
+        "dtype": "float32",
+        "element_bytes": 4,
+        "num_layers": 3,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "block_size": 8,
+    }
+    return KVLayout(**(fields | changes))
+
+
+@pytest.fixture
+def layout() -> KVLayout:
+    return make_layout()
+
+
+@pytest.fixture
+def kv_cache(layout) -> KVCache:
+    return KVCache(layout, 5, poison=True)
+
+
+def test_a_block_is_its_bytes_in_place(kv_cache, layout):
+    keys, values = kv_cache.layer(1)
+    keys[3] = 1.5
+    values[3] = -2.0
+
+    block = kv_cache.block(BlockId(3))
+
+    assert block.nbytes == layout.bytes_per_block == kv_cache.bytes_per_block
+    assert block.format == "B"
+    assert block.contiguous
+    elements = np.frombuffer(block, np.float32).reshape(3, 2, 8, 2, 4)
+    assert (elements[1, 0] == 1.5).all()
+    assert (elements[1, 1] == -2.0).all()
+    assert np.isnan(elements[[0, 2]]).all()
+
+
+def test_writing_a_blocks_bytes_changes_that_block_only(kv_cache):
+    received = np.arange(kv_cache.bytes_per_block // 4, dtype=np.float32)
+
+    kv_cache.block(BlockId(2))[:] = received.tobytes()
+
+    for layer_index in range(3):
+        for kind, view in enumerate(kv_cache.layer(layer_index)):
+            expected = received.reshape(3, 2, 8, 2, 4)[layer_index, kind]
+            assert np.array_equal(view[2].numpy(), expected)
+            assert torch.isnan(view[[0, 1, 3, 4]]).all()
+
+
+def test_two_bytes_of_bfloat16_are_two_bytes_of_the_block():
+    kv_cache = KVCache(make_layout(dtype="bfloat16", element_bytes=2), 2)
+    kv_cache.layer(0)[0][1] = 1.0
+
+    block = kv_cache.block(BlockId(1))
+
+    assert bytes(block[:2]) == b"\x80\x3f"
+    assert block.nbytes == kv_cache.layout.bytes_per_block
+
+
+def test_token_index_names_the_row_of_each_slot(kv_cache):
+    slots = np.array([0, 7, 8, 3 * 8 + 5])
+
+    index = kv_cache.token_index(slots)
+
+    assert index.shape == (3, 2, 4)
+    for layer_index in range(3):
+        for kind in range(2):
+            marks = torch.arange(4.0).view(4, 1, 1).expand(4, 2, 4) + 10 * layer_index + 100 * kind
+            kv_cache.token_rows.index_copy_(0, index[layer_index, kind], marks)
+    for layer_index in range(3):
+        for kind, view in enumerate(kv_cache.layer(layer_index)):
+            written = view.flatten(0, 1)[torch.from_numpy(slots), 0, 0]
+            assert (written == torch.arange(4.0) + 10 * layer_index + 100 * kind).all()
+            assert torch.isfinite(view).sum() == 4 * 2 * 4
+
+
+def test_block_index_names_the_row_of_each_block(kv_cache):
+    for layer_index in range(3):
+        for kind, view in enumerate(kv_cache.layer(layer_index)):
+            for block_id in range(5):
+                view[block_id] = block_id + 10 * layer_index + 100 * kind
+    block_ids = np.array([[4, 0], [2, 2]])
+
+    index = kv_cache.block_index(block_ids)
+
+    for layer_index in range(3):
+        for kind in range(2):
+            rows = kv_cache.block_rows[index[layer_index, kind]]
+            expected = torch.from_numpy(block_ids) + 10.0 * layer_index + 100 * kind
+            assert torch.equal(rows[..., 0], expected)
+            assert torch.equal(rows[..., -1], expected)
+
+
+def test_poison_makes_used_blocks_unreadable_again(kv_cache):
+    keys, values = kv_cache.layer(0)
+    keys.zero_()
+    values.zero_()
+
+    kv_cache.poison([BlockId(1)])
+
+    assert torch.isnan(keys[1]).all()
+    assert torch.isnan(values[1]).all()
+    assert not torch.isnan(keys[[0, 2, 3, 4]]).any()
+
+
+def test_untouched_blocks_cost_no_memory():
+    layout = make_layout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
+    num_blocks = 2**31 // layout.bytes_per_block
+    before = psutil.Process().memory_info().rss
+
+    kv_cache = KVCache(layout, num_blocks)
+    kv_cache.block(BlockId(num_blocks - 1))[:4] = b"last"
+
+    assert kv_cache.num_blocks * kv_cache.bytes_per_block == 2**31
+    assert psutil.Process().memory_info().rss - before < 2**26
+
+
+@pytest.mark.parametrize("block_id", [-1, 5])
+def test_a_block_that_does_not_exist_is_refused(kv_cache, block_id):
+    with pytest.raises(IndexError, match=f"block {block_id} is not one of the 5"):
+        kv_cache.block(BlockId(block_id))
+    with pytest.raises(IndexError):
+        kv_cache.poison([BlockId(block_id)])
+
+
+def test_memory_off_the_host_has_no_bytes_to_show(layout):
+    kv_cache = KVCache(layout, 1, device="meta")
+
+    with pytest.raises(TypeError, match="meta"):
+        kv_cache.block(BlockId(0))
+
+
+def test_a_layout_that_contradicts_its_dtype_is_refused():
+    with pytest.raises(ValueError, match=r"float32 has 4 bytes, the layout says 2"):
+        KVCache(make_layout(element_bytes=2), 1)
+
+
+def test_an_unknown_dtype_is_refused_by_name():
+    with pytest.raises(ValueError, match="fp32"):
+        torch_dtype("fp32")
+
+
+def test_a_cache_without_blocks_is_refused(layout):
+    with pytest.raises(ValueError, match="at least one block"):
+        KVCache(layout, 0)
