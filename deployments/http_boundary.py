@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployments.front_service import FrontService
-from deployments.openai.errors import ApiError, error_reply
+from deployments.openai.errors import ApiError, GenerationFailedError, error_reply
 from deployments.openai.stream import to_json
 
 __all__ = [
+    "AsgiApp",
     "Boundary",
     "ClientGoneError",
     "Exchange",
+    "Message",
     "Receive",
     "Reply",
     "Scope",
@@ -43,7 +45,11 @@ class ClientGoneError(Exception):
 
 
 class StreamFailedError(Exception):
-    """The answer ended in an error event; raised from the reason, for the log and the metrics."""
+    """The answer ended in an error event; the reason is for the log."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(type(reason).__name__)
+        self.reason = reason
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,20 +132,29 @@ class Boundary:
             )
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> str:
-        """Run the application; returns the outcome's label."""
+        """Run the application and see to an answer; returns the outcome's label."""
+        try:
+            error = await self._run(scope, receive, send)
+            if error is not None:
+                _log_failure(exchange, error)
+                if exchange.status is not None:
+                    return "stream_error"
+                await Reply.of_error(error)(scope, receive, send)
+        except ClientGoneError:
+            return "disconnected"
+        return f"{(exchange.status or 500) // 100}xx"
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> Exception | None:
+        """Run the application; returns what it failed with."""
         try:
             await self._app(scope, receive, send)
         except ClientGoneError:
-            return "disconnected"
-        except StreamFailedError as error:
-            _log_failure(exchange, error.__cause__)
-            return "stream_error"
+            raise
+        except StreamFailedError as failed:
+            return failed.reason
         except Exception as error:  # noqa: BLE001 - the boundary: logged, and the client answered
-            _log_failure(exchange, error)
-            if exchange.status is not None:
-                return "stream_error"
-            await Reply.of_error(error)(scope, receive, send)
-        return f"{(exchange.status or 500) // 100}xx"
+            return error
+        return None
 
     def _request_id(self, scope: Scope) -> str:
         """The client's own id without what does not belong into a header or a log, or a new one."""
@@ -156,20 +171,23 @@ def _identified(send: Send, exchange: Exchange) -> Send:
             exchange.status = message["status"]
             request_id = (_ID_HEADER, exchange.request_id.encode("ascii"))
             message = {**message, "headers": [*message["headers"], request_id]}
-        await send(message)
+        try:
+            await send(message)
+        except OSError as error:
+            raise ClientGoneError from error
 
     return identified
 
 
-def _log_failure(exchange: Exchange, error: BaseException | None) -> None:
-    if isinstance(error, ApiError):
-        level, trace = logging.INFO, None
-    else:
-        level, trace = logging.ERROR, error
+def _log_failure(exchange: Exchange, error: Exception) -> None:
+    """One line: what a worker said, the trace of a bug, or only the kind of a client's mistake."""
+    is_failure = isinstance(error, GenerationFailedError)
+    is_bug = not isinstance(error, ApiError)
     logger.log(
-        level,
-        "request failed request_id=%s error=%s",
+        logging.ERROR if is_bug else logging.WARNING if is_failure else logging.INFO,
+        "request failed request_id=%s error=%s reason=%s",
         exchange.request_id,
         type(error).__name__,
-        exc_info=trace,
+        error if is_failure else "-",
+        exc_info=error if is_bug else None,
     )

@@ -104,9 +104,11 @@ class GenerationEndpoint:
             first = b"".join(map(encoder.delta, deltas)) or KEEP_ALIVE
             await _write(send, first)
             await self._stream_rest(run, encoder, send)
+        except ClientGoneError:
+            raise
         except Exception as error:
             await _write(send, encoder.error(error), is_last=True)
-            raise StreamFailedError from error
+            raise StreamFailedError(error) from error
         await _write(send, encoder.done(run.usage), is_last=True)
 
     async def _stream_rest(self, run: Run, encoder: StreamEncoder, send: Send) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol, Self
 from deployments.openai.answer import Delta, Usage
 from deployments.openai.errors import GenerationFailedError
 from deployments.text.sequence_text import SequenceText
-from workers.messages import FailureCode, GenerateEvent, GenerateRequest, TokenFrame
+from workers.messages import FailureCode, Finished, GenerateEvent, GenerateRequest, TokenFrame
 
 __all__ = ["Backend", "Run", "RunObserver", "SequencePlan"]
 
@@ -71,7 +71,7 @@ class _Mailbox:
     def __init__(self, limit: int) -> None:
         self._items: deque[Delta | Exception] = deque()
         self._limit = limit
-        self._filled = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
         self._has_room = asyncio.Event()
         self._has_room.set()
 
@@ -82,7 +82,7 @@ class _Mailbox:
     def put(self, item: Delta | Exception) -> None:
         """Add an item; never waits, so that a producer that is being cancelled can still report."""
         self._items.append(item)
-        self._filled.set()
+        self._wake_reader()
         if len(self._items) >= self._limit:
             self._has_room.clear()
 
@@ -97,18 +97,25 @@ class _Mailbox:
                 raise item
             taken.append(item)
             self._items.popleft()
-        if not self._items:
-            self._filled.clear()
         self._has_room.set()
         return taken
 
     async def wait(self, timeout_s: float) -> None:
-        """Return when there is something to take, or after the timeout."""
+        """Return when there is something to take, or after the timeout.
+
+        For one reader, which has just found nothing to take.
+        """
+        loop = asyncio.get_running_loop()
+        self._reader = loop.create_future()
+        timer = loop.call_later(timeout_s, self._wake_reader)
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._filled.wait()
-        except TimeoutError:
-            return
+            await self._reader
+        finally:
+            timer.cancel()
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class _Call:
@@ -184,9 +191,10 @@ class Run:
         for task, call in self._tasks.items():
             if not call.text.has_ended:
                 task.cancel()
-        await self._wait_closed()
+        # Before any waiting: a second cancellation may come meanwhile.
         seconds = self._clock() - self._arrived_at if self.is_done else None
         self._observer.ended(seconds, self.usage)
+        await self._wait_closed()
 
     async def receive(self, timeout_s: float = math.inf) -> list[Delta]:
         """The deltas that have come; none only if none came in time.
@@ -233,6 +241,8 @@ class Run:
                 self._observe_tokens(call)
             self._mailbox.put(call.text.accept(event))
             if call.text.has_ended:
+                if isinstance(event, Finished):  # let it end by itself: nothing is to be cancelled
+                    await anext(events, None)
                 return
             await self._mailbox.room()
         message = "the backend's stream ended before the sequence did"
@@ -249,8 +259,6 @@ class Run:
 
     async def _wait_closed(self) -> None:
         """Wait for all tasks, but not for ever; a second cancel breaks off a close that hangs."""
-        if not self._tasks:
-            return
         try:
             _, hanging = await asyncio.wait(self._tasks, timeout=_CLOSE_TIMEOUT_S)
         except asyncio.CancelledError:

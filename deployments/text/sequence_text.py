@@ -9,7 +9,7 @@ from deployments.openai.answer import Delta, Ending
 from deployments.openai.errors import GenerationFailedError
 from deployments.text.detokenizer import Detokenizer
 from deployments.text.stops import StopFilter
-from workers.messages import Failed, Finished, FinishReason, GenerateEvent, TokenFrame
+from workers.messages import Failed, Finished, FinishReason, GenerateEvent
 
 __all__ = ["SequenceText"]
 
@@ -46,13 +46,11 @@ class SequenceText:
 
     def accept(self, event: GenerateEvent) -> Delta:
         """What an event means for the client; raises `GenerationFailedError` for a failure."""
-        match event:
-            case TokenFrame():
-                return self._tokens(event.token_ids)
-            case Finished():
-                return self._finish(event)
-            case Failed():
-                raise GenerationFailedError.from_event(event)
+        if isinstance(event, Failed):
+            raise GenerationFailedError.from_event(event)
+        if isinstance(event, Finished):
+            return self._finish(event)
+        return self._tokens(event.token_ids)
 
     def _tokens(self, token_ids: Sequence[int]) -> Delta:
         texts = []

@@ -1,4 +1,4 @@
-"""Tiny tokenizers, made in memory in milliseconds: one for each way in which text is put together."""
+"""Tiny tokenizers, made in memory in milliseconds: one for each way of putting text together."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def byte_level_tokenizer(corpus: Sequence[str] = _CORPUS) -> Tokenizer:
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """Words with a leading mark and bytes for the rest; the decoder drops the text's first space."""
+    """Words with a leading mark, bytes for the rest; the decoder drops the first space."""
     pieces = [
         *SPECIAL_TOKENS,
         "<unk>",
