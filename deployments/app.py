@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -22,6 +23,9 @@ IMPORT_PATH = "deployments.app:build"
 _ONGOING_PER_FRONT = 1024
 _CPUS_PER_REPLICA = 0.1
 """What Ray books, not what is used: threads are planned by `workers.planning`."""
+_DRAIN_TIMEOUT_S = 5
+_DRAIN_POLL_S = 0.1
+"""Between two looks at whether a stopping replica still has requests."""
 _HEALTH_PERIOD_S = 2
 _HEALTH_TIMEOUT_S = 20
 """Longer than the longest step, which may hold the interpreter up."""
@@ -35,9 +39,12 @@ class AppArgs(BaseModel):
     settings: Settings = Settings()
 
 
-def build(args: AppArgs) -> Application:
-    """Front -> Decode -> Prefill, or Front -> Decode where there is no prefill pool."""
-    settings = args.settings
+def build(args: Mapping[str, Any]) -> Application:
+    """Front -> Decode -> Prefill, or Front -> Decode where there is no prefill pool.
+
+    `args` has the shape of `AppArgs`; unknown keys and wrong values are errors.
+    """
+    settings = AppArgs.model_validate(args).settings
     prefill = _prefill(settings)
     decode = _deployment(Decode, "Decode", settings.decode.replicas, settings.decode.engine).bind(
         settings, prefill
@@ -49,6 +56,8 @@ def build(args: AppArgs) -> Application:
         max_ongoing_requests=_ONGOING_PER_FRONT,
         ray_actor_options={"num_cpus": _CPUS_PER_REPLICA},
         health_check_period_s=_HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=_DRAIN_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=_DRAIN_POLL_S,
     )
     return front.bind(settings, decode, prefill)
 
@@ -74,5 +83,6 @@ def _deployment(target: Any, name: str, replicas: int, engine: EngineSettings) -
         },
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
-        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_timeout_s=_DRAIN_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=_DRAIN_POLL_S,
     )

@@ -10,7 +10,7 @@ from ray import serve
 
 from configs.schema import Settings
 from deployments.metrics import WorkerSnapshot
-from deployments.process import prepare_engine_process
+from deployments.process import at_own_address, prepare_engine_process
 from deployments.worker_metrics import prefill_samples
 from workers.assembly import build_prefill_worker
 from workers.messages import PrefillEvent, PrefillRequest
@@ -23,7 +23,10 @@ class Prefill:
         prepare_engine_process()
         worker_id = f"prefill-{serve.get_replica_context().rank.rank}"
         self._worker = await asyncio.to_thread(
-            build_prefill_worker, settings, worker_id=worker_id, environ=os.environ
+            build_prefill_worker,
+            at_own_address(settings, os.environ),
+            worker_id=worker_id,
+            environ=os.environ,
         )
         await self._worker.start()
 

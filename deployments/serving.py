@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from configs.schema import Settings
+from deployments.cluster.errors import ClusterError
 from deployments.cluster.local import LocalCluster
 from deployments.terminal.check import plan_for_host
 from workers.models.store import default_cache_dir
@@ -78,7 +79,7 @@ def _wait_until_ready(url: str) -> None:
         except httpx.HTTPError:
             pass  # the proxy learns of a replica a moment after the controller does
         time.sleep(_POLL_S)
-    raise TimeoutError(f"{url}/ready did not answer 200 within {_READY_TIMEOUT_S:g} s")
+    raise ClusterError(f"{url}/ready did not answer 200 within {_READY_TIMEOUT_S:g} s")
 
 
 def _welcome(url: str, model: str, seconds: float) -> str:

@@ -25,7 +25,7 @@ from workers.engine.build import build_runner
 from workers.engine.kv_cache import KVCache, torch_dtype
 from workers.engine.loop import Engine
 from workers.engine.scheduler import Scheduler, SchedulerConfig
-from workers.host import available_bytes, available_cores, has_bf16_cpu
+from workers.host import available_cores, has_bf16_cpu
 from workers.models.facts import facts_from_info
 from workers.models.loading import ModelInfo, load_model_info
 from workers.models.store import ModelStore, default_cache_dir
@@ -43,8 +43,10 @@ class Site:
 
 
 def survey(settings: Settings, environ: Mapping[str, str]) -> Site:
-    """Find the model and plan its pools on this host; nothing is loaded yet.
+    """Find the model and plan its pools as on every other worker; nothing is loaded yet.
 
+    Whether the memory suffices is asked once, by who starts all workers of a host: one worker
+    sees neither the others' share nor, in a pod, the memory that they have.
     Raises `ModelError` where there is no such model, `WorkerError` (of which `PoolTooSmallError`
     is INV-POOL-WINDOW) where a check fails.
     """
@@ -54,7 +56,6 @@ def survey(settings: Settings, environ: Mapping[str, str]) -> Site:
         settings,
         facts_from_info(info, settings.model, has_bf16_cpu=has_bf16_cpu()),
         cores=available_cores(),
-        available_bytes=available_bytes(),
     )
     planning.enforce(plan.checks)
     return Site(model_path=source.path, info=info, plan=plan)
