@@ -40,13 +40,17 @@ class FakeModelRunner:
         """Sequences that get no token, with the reason."""
         self.gate: threading.Event | None = None
         """If set to an event, each step waits for it."""
-        self.on_execute: Callable[[StepPlan], None] | None = None
+        self.on_execute: Callable[[StepPlan], object] | None = None
         """Called at the start of each step, in the runner's thread."""
 
     def write(self, block_ids: Sequence[int], token_ids: Sequence[int], start: int = 0) -> None:
         """Put KV into slots, as a step or a transfer does."""
         for position, token_id in enumerate(token_ids, start):
             self._slots[self._slot(block_ids, position)] = token_id
+
+    def read(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """The tokens whose KV is in the first num_tokens slots of a block table."""
+        return [self._slots[self._slot(block_ids, position)] for position in range(num_tokens)]
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Write every row's KV, then sample where the plan asks for it."""
@@ -61,16 +65,13 @@ class FakeModelRunner:
         for entry in plan.sequences:
             self.write(entry.block_ids, entry.token_ids, entry.start)
             if entry.sampling is not None and entry.sequence_id not in self.failed:
-                sampled[entry.sequence_id] = next_token(self._read(entry.block_ids, entry.end))
+                sampled[entry.sequence_id] = next_token(self.read(entry.block_ids, entry.end))
         failed = {
             entry.sequence_id: self.failed[entry.sequence_id]
             for entry in plan.sequences
             if entry.sampling is not None and entry.sequence_id in self.failed
         }
         return StepResult(step_id=plan.step_id, token_ids=sampled, failed=failed)
-
-    def _read(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
-        return [self._slots[self._slot(block_ids, position)] for position in range(num_tokens)]
 
     def _slot(self, block_ids: Sequence[int], position: int) -> int:
         return block_ids[position // self._block_size] * self._block_size + (

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
 
 import pytest
 
@@ -34,6 +35,8 @@ from workers.errors import (
 PROMPT = (5, 3, 8, 1, 9, 2)
 TIMEOUT_S = 10
 
+Kind = TypeVar("Kind")
+
 
 class Recorder:
     """A sink that keeps its events and can be awaited."""
@@ -46,7 +49,7 @@ class Recorder:
         self.events.append(event)
         self._grew.set()
 
-    async def until(self, *wanted: type) -> Event:
+    async def until(self, *wanted: type[Kind]) -> Kind:
         """The first event of a wanted kind, once it is there."""
         async with asyncio.timeout(TIMEOUT_S):
             while True:
@@ -178,7 +181,7 @@ async def test_fallback_computes_the_prompt_here(rig):
 
 
 async def test_first_event_comes_after_submit_has_returned(rig):
-    events = []
+    events: list[Event] = []
     rig.submit(events.append)
     assert events == []
 
