@@ -60,6 +60,8 @@ class Exchange:
     arrived_at: float
     status: int | None = None
     """Of the answer, once it has begun."""
+    is_whole: bool = False
+    """Whether all of the answer is sent; a server then says that the client has left, too."""
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -164,7 +166,7 @@ class Boundary:
 
 
 def _identified(send: Send, exchange: Exchange) -> Send:
-    """Send with the request's id among the headers; notes when the answer begins."""
+    """Send with the request's id among the headers; notes when the answer begins and is whole."""
 
     async def identified(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -175,6 +177,8 @@ def _identified(send: Send, exchange: Exchange) -> Send:
             await send(message)
         except OSError as error:
             raise ClientGoneError from error
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            exchange.is_whole = True
 
     return identified
 

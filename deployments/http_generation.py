@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from deployments.front_service import Endpoint, FrontService, Generation
 from deployments.http_boundary import (
     ClientGoneError,
+    Exchange,
     Receive,
     Reply,
     Scope,
@@ -71,7 +72,7 @@ class GenerationEndpoint:
             timeout_s=timeout_s,
         )
         answer = self._answer(generation, scope, receive, send)
-        await _until_gone(answer, receive, limit_s=timeout_s + _STALLED_S)
+        await _until_gone(answer, receive, exchange, limit_s=timeout_s + _STALLED_S)
 
     async def _answer(
         self, generation: Generation, scope: Scope, receive: Receive, send: Send
@@ -175,13 +176,15 @@ async def _read_body(request: Request, limit_bytes: int) -> bytes:
 
 
 async def _until_gone(
-    answer: Coroutine[Any, Any, None], receive: Receive, *, limit_s: float
+    answer: Coroutine[Any, Any, None], receive: Receive, exchange: Exchange, *, limit_s: float
 ) -> None:
     """Run the answer to its end, or cancel it when the client has left or reads no more."""
     work = asyncio.create_task(answer)
     gone = asyncio.create_task(_disconnect(receive))
     try:
         await asyncio.wait((work, gone), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if exchange.is_whole:  # nobody left early: let the run close its calls in its own time
+            await asyncio.wait((work,))
     finally:
         work.cancel()
         gone.cancel()

@@ -88,6 +88,29 @@ async def test_a_whole_answer_stops_when_the_socket_closes(codec):
     assert backend.num_cut == 1
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_whole_answer_is_none_that_a_client_left(codec, stream):
+    """A server reports the end of an answer as it does a closed socket; the call ends later."""
+    (letter,) = ids_of("a")
+    ends = asyncio.Event()
+    front, backend = make_front(
+        lambda request: [frame(letter), finished(request, 1), ends], codec=codec
+    )
+    async with serving(front) as url, httpx.AsyncClient(base_url=url) as client:
+        response = await client.post("/v1/completions", json={**COMPLETION, "stream": stream})
+        assert response.status_code == 200
+        assert backend.num_open == 1
+        ends.set()
+        async with asyncio.timeout(5):
+            await backend.idle.wait()
+    assert backend.num_cut == 0
+    assert {
+        dict(item.labels)["outcome"]: item.value
+        for item in front.metrics.snapshot().samples
+        if item.name == "baton_requests_total"
+    } == {"2xx": 1}
+
+
 async def test_a_connection_is_kept_for_the_next_request(codec):
     (letter,) = ids_of("a")
     front, _ = make_front(lambda request: [frame(letter), finished(request, 1)], codec=codec)
