@@ -365,7 +365,7 @@ async def test_the_deadline_of_the_header_holds(codec):
         )
     assert response.status_code == 504
     assert error_of(response)["code"] == "deadline_exceeded"
-    assert backend.requests[0].timeout_s < 0.05
+    assert backend.requests[0].timeout_s <= 0.045  # the error must be through before the cut
 
 
 async def test_a_client_cannot_ask_for_more_time_than_the_server_gives(codec, answer_ids):
@@ -376,7 +376,7 @@ async def test_a_client_cannot_ask_for_more_time_than_the_server_gives(codec, an
         await client.post(
             "/v1/completions", json=COMPLETION, headers={"x-request-timeout-seconds": "99"}
         )
-    assert 8 < backend.requests[0].timeout_s < 9
+    assert 8 < backend.requests[0].timeout_s <= 8.75
 
 
 # The official client ----------------------------------------------------------------------------

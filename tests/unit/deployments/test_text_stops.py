@@ -20,9 +20,9 @@ def cut_at(text: str, cuts: list[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(bounds)]
 
 
-def by_definition(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """What is left of a text that comes character by character."""
-    for end in range(1, len(text) + 1):
+def by_definition(text: str, stops: list[str], after: int = 0) -> tuple[str, str | None]:
+    """What is left of a text that comes character by character, if it may end after so many."""
+    for end in range(after + 1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
             longest = max(complete, key=len)
@@ -76,6 +76,21 @@ def test_of_two_complete_at_once_the_longest_wins():
     stop_filter = StopFilter(["b", "ab"])
     assert stop_filter.push("xab") == "x"
     assert stop_filter.matched == "ab"
+
+
+@settings(deadline=None)
+@given(early=texts, late=texts, stops=stop_lists, cuts=st.lists(st.integers(0, 100), max_size=8))
+def test_a_stop_string_that_is_complete_too_early_does_not_hide_a_later_one(
+    early, late, stops, cuts
+):
+    stop_filter = StopFilter(stops)
+    out = [stop_filter.push(piece, may_stop=False) for piece in cut_at(early, cuts)]
+    for piece in cut_at(late, cuts):
+        if stop_filter.matched is None:
+            out.append(stop_filter.push(piece))
+    out.append(stop_filter.flush())
+    expected = by_definition(early + late, stops, after=len(early))
+    assert ("".join(out), stop_filter.matched) == expected
 
 
 def test_a_stop_string_that_may_not_stop_yet_is_text():
