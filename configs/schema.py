@@ -157,7 +157,7 @@ class TransferSettings(_Group):
     """Address that prefill workers listen on for decode workers."""
     lease_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0
     """How long prefill keeps blocks for a decode worker that it hears nothing of."""
-    deadline_s: Seconds = 60.0
+    deadline_s: Seconds = 300.0
     """How long one transfer may take in all, the prompt's computation included."""
 
     @model_validator(mode="after")
