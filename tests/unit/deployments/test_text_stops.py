@@ -84,13 +84,13 @@ def test_a_stop_string_that_is_complete_too_early_does_not_hide_a_later_one(
     early, late, stops, cuts
 ):
     stop_filter = StopFilter(stops)
-    out = [stop_filter.push(piece, may_stop=False) for piece in cut_at(early, cuts)]
+    text = "".join(stop_filter.push(piece, may_stop=False) for piece in cut_at(early, cuts))
     for piece in cut_at(late, cuts):
         if stop_filter.matched is None:
-            out.append(stop_filter.push(piece))
-    out.append(stop_filter.flush())
+            text += stop_filter.push(piece)
+    text += stop_filter.flush()
     expected = by_definition(early + late, stops, after=len(early))
-    assert ("".join(out), stop_filter.matched) == expected
+    assert (text, stop_filter.matched) == expected
 
 
 def test_a_stop_string_that_may_not_stop_yet_is_text():
