@@ -68,7 +68,7 @@ def test_sizes_that_say_nothing_clear_are_refused(text: object) -> None:
         (EngineSettings, {"step_tokens": 256, "max_sequences": 257}, "max_sequences"),
         (EngineSettings, {"step_tokens": 255}, "prefill_chunk_tokens"),
         (EngineSettings, {"max_sequences": 0}, "greater than or equal to 1"),
-        (TransferSettings, {"lease_s": 60}, "below deadline_s"),
+        (TransferSettings, {"lease_s": 60, "deadline_s": 60}, "below deadline_s"),
         (TransferSettings, {"lease_s": 0.5}, "greater than or equal to 1"),
         (TransferSettings, {"transport": "pigeon"}, "auto"),
         (HttpSettings, {"keep_alive_s": 600}, "below request_timeout_s"),
