@@ -1,0 +1,244 @@
+"""The oracle for tokens: greedy output equals that of transformers' `generate`, on every path.
+
+A small driver of this file's own calls the runner, so that only the runner can be at fault. Where
+tokens differ, the reference's two likeliest logits must be closer than `TIE` there: such cases are
+printed, and there may be few of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kv_transfer.geometry import BlockId
+from tests.fakes.tiny_models import MAX_MODEL_LEN, REFUSED, SERVED, layout_of, make_model
+from workers.engine.attention.torch_cpu import TorchCpuBackend
+from workers.engine.build import build_runner
+from workers.engine.kv_cache import KVCache
+from workers.engine.model_runner import RaggedModelRunner
+from workers.engine.sampling_params import SamplingParams
+from workers.engine.self_check import check_model
+from workers.engine.step import ScheduledSequence, SequenceId, StepPlan
+from workers.errors import UnsupportedModelError
+from workers.models.errors import ModelNotFoundError
+from workers.models.loading import load_model_info, load_tokenizer, load_weights
+from workers.models.store import ModelStore, default_cache_dir
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+TIE = 1e-3
+"""Logits closer than this may change places by rounding."""
+BLOCK_SIZE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What `generate` gives for a prompt."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    gaps: tuple[float, ...]
+    """By token: the likeliest logit less the second."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Two threads that wait for each other take many times as long on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_reference(model, prompt: Sequence[int], num_tokens: int) -> Reference:
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    top = [logits[0].topk(2).values for logits in output.logits]
+    return Reference(
+        prompt=tuple(prompt),
+        tokens=tuple(output.sequences[0, len(prompt) :].tolist()),
+        gaps=tuple(float(first - second) for first, second in top),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Running:
+    """One sequence as the driver sees it."""
+
+    tokens: list[int]
+    num_prompt_tokens: int
+    end: int
+    joins_at: int
+    block_ids: tuple[BlockId, ...]
+    computed: int = 0
+
+
+def drive(
+    runner,
+    references: Sequence[Reference],
+    num_blocks: int,
+    block_size: int,
+    *,
+    chunk=10_000,
+    lag=0,
+) -> list[tuple[int, ...]]:
+    """Generate for all prompts, batched; prompt i joins at step i * lag, in chunks."""
+    shuffled = torch.randperm(num_blocks, generator=torch.manual_seed(1)).tolist()
+    running = []
+    for i, reference in enumerate(references):
+        end = len(reference.prompt) + len(reference.tokens)
+        needed = -(-end // block_size)
+        running.append(
+            Running(
+                tokens=list(reference.prompt),
+                num_prompt_tokens=len(reference.prompt),
+                end=end,
+                joins_at=i * lag,
+                block_ids=tuple(BlockId(shuffled.pop()) for _ in range(needed)),
+            )
+        )
+    for step_id in range(10_000):
+        live = {
+            SequenceId(i): sequence
+            for i, sequence in enumerate(running)
+            if len(sequence.tokens) < sequence.end and sequence.joins_at <= step_id
+        }
+        if not live and all(len(sequence.tokens) == sequence.end for sequence in running):
+            break
+        if not live:
+            continue
+        scheduled = [_schedule(key, sequence, chunk) for key, sequence in live.items()]
+        scheduled.sort(key=lambda sequence: len(sequence.token_ids) > 1)
+        result = runner.execute(StepPlan(step_id=step_id, sequences=tuple(scheduled)))
+        assert not result.failed
+        for sequence in scheduled:
+            live[sequence.sequence_id].computed = sequence.end
+        for key, token_id in result.token_ids.items():
+            live[key].tokens.append(token_id)
+    return [tuple(sequence.tokens[sequence.num_prompt_tokens :]) for sequence in running]
+
+
+def _schedule(sequence_id: SequenceId, sequence: Running, chunk: int) -> ScheduledSequence:
+    start = sequence.computed
+    end = min(start + chunk, len(sequence.tokens))
+    return ScheduledSequence(
+        sequence_id=sequence_id,
+        token_ids=tuple(sequence.tokens[start:end]),
+        start=start,
+        block_ids=sequence.block_ids,
+        sampling=GREEDY if end == len(sequence.tokens) else None,
+    )
+
+
+def assert_parity(references: Sequence[Reference], generated: Sequence[tuple[int, ...]]) -> None:
+    """Equal, or different from a tie on; at most one sequence in eight."""
+    ties = 0
+    for i, (reference, tokens) in enumerate(zip(references, generated, strict=True)):
+        assert len(tokens) == len(reference.tokens)
+        differing = [j for j, token in enumerate(tokens) if token != reference.tokens[j]]
+        if differing:
+            first = differing[0]
+            gap = reference.gaps[first]
+            print(f"sequence {i} differs from token {first} on, where the logit gap is {gap:.2e}")
+            assert gap < TIE
+            ties += 1
+    assert ties <= len(references) / 8
+
+
+def make_prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
+    generator = torch.manual_seed(3)
+    return [torch.randint(1, vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_tiny_model_gives_the_tokens_of_generate(family):
+    model = make_model(family, SERVED[family])
+    prompts = make_prompts([3, 21, 9, 14], 256)
+    references = [make_reference(model, prompt, 12) for prompt in prompts]
+    layout = layout_of(model, block_size=BLOCK_SIZE)
+    check_model(model, layout, max_model_len=MAX_MODEL_LEN)
+
+    for ways in ({}, {"chunk": 5}, {"chunk": 5, "lag": 3}):
+        kv_cache = KVCache(layout, 64, poison=True)
+        runner = RaggedModelRunner(model, TorchCpuBackend(kv_cache), block_size=BLOCK_SIZE)
+        assert_parity(references, drive(runner, references, 64, BLOCK_SIZE, **ways))
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_tiny_model_that_cannot_be_packed_is_refused(family):
+    changes, reason = REFUSED[family]
+    model = make_model(family, changes)
+    layout = layout_of(model, block_size=BLOCK_SIZE)
+
+    with pytest.raises(UnsupportedModelError, match=reason) as refusal:
+        check_model(model, layout, max_model_len=MAX_MODEL_LEN)
+
+    assert type(model).__name__ in str(refusal.value)
+
+
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "Once upon a time, in a village at the foot of a mountain, there lived",
+    "List three fruits:",
+    "Water boils at a temperature of",
+    "<|im_start|>user\nWrite one sentence about the sea.<|im_end|>\n<|im_start|>assistant\n",
+    "1, 2, 3, 4, 5, 6, 7,",
+    "The quick brown fox jumps over the lazy dog. " * 9,
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """(runner, references) of the default model in fp32."""
+    try:
+        path = ModelStore(default_cache_dir(os.environ)).resolve("smollm2-135m").path
+    except ModelNotFoundError as error:
+        pytest.skip(str(error))
+    tokenizer = load_tokenizer(path)
+    model = load_weights(path, dtype=torch.float32, device="cpu", attn_implementation="sdpa")
+    references = [make_reference(model, tokenizer(prompt).input_ids, 24) for prompt in PROMPTS]
+    layout = layout_of(model, block_size=16)
+    runner, _ = build_runner(
+        model,
+        info=load_model_info(path),
+        layout=layout,
+        num_blocks=64,
+        dtype=torch.float32,
+        threads=1,
+    )
+    return runner, references
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "ways", [{}, {"chunk": 7}, {"lag": 2}, {"chunk": 16, "lag": 3}], ids=lambda ways: repr(ways)
+)
+def test_default_model_gives_the_tokens_of_generate_for_a_batch(smollm2, ways):
+    runner, references = smollm2
+
+    assert_parity(references, drive(runner, references, 64, 16, **ways))
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("chunk", [10_000, 16, 5])
+def test_default_model_gives_the_tokens_of_generate_for_one_sequence(smollm2, chunk):
+    runner, references = smollm2
+
+    for reference in references[:3]:
+        assert_parity([reference], drive(runner, [reference], 64, 16, chunk=chunk))
