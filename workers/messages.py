@@ -6,14 +6,24 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kv_transfer.handoff import PeerInfo, TransferKey
+from workers.engine.events import FinishReason
 from workers.engine.sampling_params import SamplingParams
 
-
-class FinishReason(Enum):
-    """Why a sequence ended by itself."""
-
-    STOP = "stop"
-    LENGTH = "length"
+__all__ = [
+    "Failed",
+    "FailureCode",
+    "FinishReason",
+    "Finished",
+    "GenerateEvent",
+    "GenerateRequest",
+    "PrefillAccepted",
+    "PrefillEnded",
+    "PrefillEvent",
+    "PrefillRefused",
+    "PrefillRequest",
+    "TokenFrame",
+    "deadline_of",
+]
 
 
 class FailureCode(Enum):

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 from kv_transfer.geometry import BlockId
 from workers.engine.step import SequenceId
 from workers.errors import WorkerError
-from workers.messages import FinishReason
+
+
+class FinishReason(Enum):
+    """Why a sequence ended by itself."""
+
+    STOP = "stop"
+    LENGTH = "length"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

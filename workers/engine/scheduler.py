@@ -23,6 +23,7 @@ from workers.engine.block_pool import BlockPool
 from workers.engine.events import (
     ChunkComputed,
     Event,
+    FinishReason,
     PromptComputed,
     SequenceAborted,
     SequenceFailed,
@@ -46,7 +47,6 @@ from workers.errors import (
     StepFailedError,
     WorkerError,
 )
-from workers.messages import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
