@@ -1,14 +1,15 @@
 """The decode worker: owns a request from admission to its last token; prefill is its helper.
 
 For every request one task drives the hand-off and the engine delivers the tokens; the caller's
-iterator only relays, so that a caller that leaves can never cut a clean-up short. No token of a
-prompt that was computed elsewhere leaves before its transfer was VALID (INV-COVER).
+iterator only relays, so that a caller that leaves can never cut a clean-up short. Whatever ends a
+request ends its sequence, and the sequence's last event ends the hand-off: one way for a deadline,
+a stop, a failed engine and a caller that leaves. No token of a prompt that was computed elsewhere
+leaves before its transfer was VALID (INV-COVER).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
@@ -22,6 +23,7 @@ from kv_transfer.handoff import PeerInfo
 from kv_transfer.receiver import IncomingTransfer, KVReceiver, ReceiverStats
 from kv_transfer.transport import Landed, PeerLostError, TransferError
 from workers.engine.events import (
+    TERMINAL_EVENTS,
     Admitted,
     Event,
     SequenceFailed,
@@ -95,6 +97,8 @@ class HandoffStats:
     local_prompts: int
     remote_prompts: int
     fallback_prompts: int
+    active: int
+    """Hand-offs under way, fences that are waited for included."""
     failures: dict[str, int]
 
 
@@ -109,6 +113,8 @@ class _Call:
     sequence_id: SequenceId | None = None
     prefilled_by: str = ""
     driver: asyncio.Task[None] | None = None
+    is_written_to: bool = False
+    """Whether a transfer may be writing to the sequence's blocks."""
     admitted: asyncio.Future[tuple[BlockId, ...]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -155,14 +161,11 @@ class DecodeWorker:
             await self._receiver.start()
 
     async def stop(self) -> None:
-        """Fail what is left, wait for every fence, then stop."""
-        drivers = list(self._drivers)
-        for driver in drivers:
-            driver.cancel()
-        await asyncio.gather(*drivers, return_exceptions=True)
+        """Fail what is left and take nothing more; returns after every fence. Safe to repeat."""
+        await self._engine.stop()  # ends every sequence, and with it every hand-off
+        await asyncio.gather(*self._drivers, return_exceptions=True)
         if self._receiver is not None:
             await self._receiver.close()
-        await self._engine.stop()
 
     def stats(self) -> tuple[EngineStats, ReceiverStats | None, HandoffStats]:
         """What `/metrics` shows of this worker."""
@@ -171,6 +174,7 @@ class DecodeWorker:
             local_prompts=self._placed["local"],
             remote_prompts=self._placed["remote"],
             fallback_prompts=self._placed["fallback"],
+            active=len(self._drivers),
             failures=dict(self._failures),
         )
         return self._engine.stats(), receiver, handoff
@@ -194,7 +198,8 @@ class DecodeWorker:
                 if not isinstance(event, TokenFrame):
                     return
         finally:
-            self._let_go(call)
+            assert call.sequence_id is not None
+            self._engine.cancel(call.sequence_id)  # without effect if it has ended
 
     def _admit(self, call: _Call) -> None:
         """Queue the sequence for its reservation; it costs nothing yet."""
@@ -211,7 +216,7 @@ class DecodeWorker:
         if remote:
             call.driver = asyncio.create_task(self._drive_handoff(call))
             self._drivers.add(call.driver)
-            call.driver.add_done_callback(self._drivers.discard)
+            call.driver.add_done_callback(lambda driver: self._on_handoff_ended(call, driver))
         else:
             self._placed["local"] += 1
             call.prefilled_by = self._me.worker_id
@@ -223,14 +228,9 @@ class DecodeWorker:
             return False
         return self._clock() >= self._rest_until
 
-    def _let_go(self, call: _Call) -> None:
-        """The caller is served or gone: end the hand-off first, then what the sequence holds."""
-        if call.driver is not None and not call.driver.done():
-            call.driver.cancel()
-        elif call.sequence_id is not None:
-            self._engine.cancel(call.sequence_id)
-
     def _on_engine_event(self, call: _Call, event: Event) -> None:
+        if isinstance(event, TERMINAL_EVENTS) and call.driver is not None:
+            call.driver.cancel()  # without effect if it has brought the prompt home
         if isinstance(event, Admitted):
             if not call.admitted.done():
                 call.admitted.set_result(event.block_ids)
@@ -257,23 +257,27 @@ class DecodeWorker:
         try:
             block_ids = await call.admitted
             landed = await self._try_prefill_workers(call, block_ids)
-            if landed is None:
-                self._placed["fallback"] += 1
-                call.prefilled_by = self._me.worker_id
-                self._engine.prefill_here(call.sequence_id)
-            else:
-                self._placed["remote"] += 1
-                self._engine.publish(call.sequence_id, landed.first.token_id)
-        except asyncio.CancelledError:
-            self._engine.cancel(call.sequence_id)
-            raise
         except Exception as error:  # a bug here must end this request, visibly
             logger.exception("hand-off broke request_id=%s", call.request.request_id)
             call.outbox.put_nowait(_failed(call.request, WorkerError(f"hand-off: {error!r}")))
             self._engine.cancel(call.sequence_id)
-        finally:
-            # No transfer writes to the blocks any more, whichever way it went; an ended
-            # sequence's blocks wait for exactly this word.
+            return
+        if landed is None:
+            self._placed["fallback"] += 1
+            call.prefilled_by = self._me.worker_id
+            self._engine.prefill_here(call.sequence_id)
+        else:
+            self._placed["remote"] += 1
+            self._engine.publish(call.sequence_id, landed.first.token_id)
+
+    def _on_handoff_ended(self, call: _Call, driver: asyncio.Task[None]) -> None:
+        """Give the engine the word that an ended sequence's blocks wait for.
+
+        A callback, since a task that is cancelled before its first step runs nothing of its own.
+        """
+        assert call.sequence_id is not None
+        self._drivers.discard(driver)
+        if not call.is_written_to:
             self._engine.fence(call.sequence_id)
 
     async def _try_prefill_workers(
@@ -281,6 +285,8 @@ class DecodeWorker:
     ) -> Landed | None:
         """Try a few prefill workers; None when none of them could do it."""
         for epoch in range(self._config.attempts):
+            if self._clock() < self._rest_until:
+                return None
             try:
                 return await self._pull_once(call, block_ids, epoch)
             except TransferError as error:
@@ -328,15 +334,27 @@ class DecodeWorker:
     async def _land(self, call: _Call, transfer: IncomingTransfer) -> Landed:
         """Pull; whatever goes wrong, the destination stays in quarantine until the fence."""
         assert call.sequence_id is not None
+        call.is_written_to = True
         try:
             landed = await transfer.pull()
         except BaseException:
             self._engine.quarantine(call.sequence_id)
-            await _finish_despite_cancel(transfer.wait_quiesced())
-            self._engine.fence(call.sequence_id)
+            await _finish_despite_cancel(self._fence(call, transfer))
             raise
+        call.is_written_to = False
         transfer.release()
         return landed
+
+    async def _fence(self, call: _Call, transfer: IncomingTransfer) -> None:
+        """Wait until the transfer writes no more, then let the blocks be used again."""
+        assert call.sequence_id is not None
+        try:
+            await transfer.wait_quiesced()
+        except Exception as error:
+            # Not the transfer's own error: no other attempt, and no fallback, may use the blocks.
+            raise RuntimeError("INV-FENCE: the transport kept no fence, blocks are lost") from error
+        call.is_written_to = False
+        self._engine.fence(call.sequence_id)
 
     def _time_left(self, call: _Call) -> float:
         """Seconds that a transfer may take."""
@@ -364,12 +382,17 @@ class DecodeWorker:
 
 
 async def _finish_despite_cancel(waiting: Coroutine[object, object, None]) -> None:
-    """Wait to the end even if this task is cancelled meanwhile; a fence may not be skipped."""
+    """Wait to the end: a fence may not be skipped. A cancellation takes effect after it."""
     task = asyncio.ensure_future(waiting)
+    interruption: asyncio.CancelledError | None = None
     while not task.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.shield(task)
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            interruption = error
     task.result()
+    if interruption is not None:
+        raise interruption
 
 
 async def _close(answers: AsyncIterator[PrefillEvent]) -> None:
