@@ -33,7 +33,11 @@ class ByteMemory:
 
     def fill(self, seed: int) -> None:
         """Give every block bytes of its own."""
-        self._bytes[:] = random.Random(seed).randbytes(self._bytes.nbytes)
+        source = random.Random(seed)
+        size = self._bytes_per_block
+        for block_id in range(self.num_blocks):
+            part = source.randbytes(min(size, 65521))  # a prime: a shift shows in large blocks too
+            self.block(BlockId(block_id))[:] = (part * ceil_div(size, len(part)))[:size]
 
 
 def peer_info(

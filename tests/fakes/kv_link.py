@@ -89,15 +89,17 @@ async def kv_link(
     receiving: Transport | None = None,
     lease_s: float = 5.0,
     clock: Clock | None = None,
+    sweep_s: float = 0.005,
     num_blocks: int = 16,
+    block_bytes: int = BLOCK_BYTES,
     on_end: Callable[[], object] | None = None,
 ) -> AsyncIterator[KVLink]:
     """A started link; closed at the end, the receiver first."""
-    source, destination = ByteMemory(num_blocks, BLOCK_BYTES), ByteMemory(num_blocks, BLOCK_BYTES)
+    source, destination = ByteMemory(num_blocks, block_bytes), ByteMemory(num_blocks, block_bytes)
     source.fill(seed=1)
     for block_id in range(num_blocks):
-        destination.block(BlockId(block_id))[:] = bytes([POISON]) * BLOCK_BYTES
-    decode = peer_info("decode-0", "d-1", bytes_per_block=BLOCK_BYTES, block_size=BLOCK_SIZE)
+        destination.block(BlockId(block_id))[:] = bytes([POISON]) * block_bytes
+    decode = peer_info("decode-0", "d-1", bytes_per_block=block_bytes, block_size=BLOCK_SIZE)
     ended: list[tuple[TransferKey, ReleaseReason]] = []
     ends: asyncio.Queue[tuple[TransferKey, ReleaseReason]] = asyncio.Queue()
 
@@ -109,13 +111,13 @@ async def kv_link(
 
     sender = KVSender(
         memory=source,
-        me=peer_info("prefill-0", "p-1", bytes_per_block=BLOCK_BYTES, block_size=BLOCK_SIZE),
+        me=peer_info("prefill-0", "p-1", bytes_per_block=block_bytes, block_size=BLOCK_SIZE),
         generation_of=source.generation_of,
         transports=[transport],
         on_end=note_end,
         lease_s=lease_s,
         clock=clock or FakeClock(),
-        sweep_s=0.005,
+        sweep_s=sweep_s,
     )
     receiver = KVReceiver(
         memory=destination, me=decode, transports=[receiving or transport], lease_s=lease_s

@@ -162,8 +162,8 @@ async def test_a_refused_renewal_fails_the_transfer_while_it_waits():
             await link.incoming(link.offer()).pull()
 
 
-async def test_a_revoked_transfer_fails_on_the_receiver_with_the_reason():
-    async with kv_link(FaultyTransport()) as link:
+async def test_a_revoked_transfer_fails_on_the_receiver_at_once_with_the_reason():
+    async with kv_link(FaultyTransport(), lease_s=500.0, sweep_s=100.0) as link:
         key = link.open()
         link.sender.grant(key, link.blocks()[:2], None)
         pulling = asyncio.create_task(link.incoming(key).pull())

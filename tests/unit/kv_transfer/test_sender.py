@@ -73,10 +73,22 @@ async def test_a_grant_for_a_superseded_attempt_is_not_made():
         assert not link.sender.grant(old, link.blocks(), FIRST)
 
 
+async def test_a_revoked_transfer_ends_without_waiting_for_a_sweep():
+    async with kv_link(FaultyTransport(), sweep_s=100.0) as link:
+        link.open(epoch=0)
+        key = link.open(epoch=1)
+        assert await link.next_end() is ReleaseReason.REVOKED  # all that the opens posted has run
+        link.sender.revoke(key, "aborted")
+        assert await link.next_end() is ReleaseReason.REVOKED
+        assert [key.epoch for key, _ in link.ended] == [0, 1]
+
+
 async def test_on_end_is_called_on_the_workers_thread_for_each_transfer_once():
     threads = []
     async with kv_link(
-        FaultyTransport(), on_end=lambda: threads.append(threading.current_thread())
+        FaultyTransport(),
+        sweep_s=100.0,  # ends are announced without waiting for it
+        on_end=lambda: threads.append(threading.current_thread()),
     ) as link:
         keys = [link.open(f"t{i}") for i in range(20)]
         for key in keys:

@@ -1,0 +1,119 @@
+"""A prefill worker's transfer side as a process of its own, told what to do by lines of JSON.
+
+    python tests/fakes/kv_owner.py '{"num_blocks": 64, "bytes_per_block": 4096, "seed": 1, ...}'
+
+Each line on standard input is a command with an `id`; its answer carries the id. Ended transfers
+are reported as they end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from kv_transfer.geometry import BlockId, LogicalBlock
+from kv_transfer.handoff import FirstToken, GrantedBlock, PeerInfo, TransferKey
+from kv_transfer.sender import KVSender
+from kv_transfer.transports.tcp import TcpTransport
+from kv_transfer.transports.tcp_server import TcpTimings
+from tests.fakes.block_memory import ByteMemory
+
+
+def tell(**message: Any) -> None:
+    """Write one line for the test."""
+    print(json.dumps(message), flush=True)
+
+
+class Owner:
+    """Carries out commands; a command's name is a method's."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.memory = ByteMemory(arguments["num_blocks"], arguments["bytes_per_block"])
+        self.memory.fill(arguments["seed"])
+        self.me = PeerInfo(**arguments["me"])
+        self.sender = KVSender(
+            memory=self.memory,
+            me=self.me,
+            generation_of=self.memory.generation_of,
+            transports=[TcpTransport(timings=TcpTimings(keep_alive_s=0.1))],
+            on_end=lambda key, reason: tell(ended=key.transfer_id, reason=reason.value),
+            lease_s=arguments["lease_s"],
+            sweep_s=0.02,
+        )
+
+    def offer(self, key: dict[str, Any], decode: dict[str, Any]) -> dict[str, Any]:
+        """Open a transfer."""
+        self.sender.open(TransferKey(**key), PeerInfo(**decode))
+        return {}
+
+    def grant(
+        self, key: dict[str, Any], start: int, block_ids: list[int], token_id: int | None
+    ) -> dict[str, Any]:
+        """Grant one-token blocks, logical block `start` first; a token id makes it the last."""
+        blocks = [
+            GrantedBlock(
+                logical=LogicalBlock(start + i),
+                block_id=BlockId(block_id),
+                generation=self.memory.generations[block_id],
+                valid_tokens=1,
+            )
+            for i, block_id in enumerate(block_ids)
+        ]
+        first = FirstToken(token_id=token_id) if token_id is not None else None
+        return {"live": self.sender.grant(TransferKey(**key), blocks, first)}
+
+    def free(self, block_ids: list[int]) -> dict[str, Any]:
+        """Free blocks and give them to somebody else, as a pool that lost count would."""
+        for block_id in block_ids:
+            self.memory.generations[block_id] += 1
+            self.memory.block(BlockId(block_id))[:] = b"\x99" * self.memory.bytes_per_block
+        return {}
+
+    def revoke(self, key: dict[str, Any]) -> dict[str, Any]:
+        """Take a transfer's blocks back."""
+        self.sender.revoke(TransferKey(**key), "revoked by the test")
+        return {}
+
+    def stats(self) -> dict[str, Any]:
+        """Live leases, and what the process holds of the system."""
+        gc.collect()
+        process = psutil.Process()
+        return {
+            "active": self.sender.stats().active_leases,
+            "opened": self.sender.stats().opened,
+            "descriptors": process.num_fds(),
+            "threads": process.num_threads(),
+            "listening": [
+                c.laddr.ip
+                for c in process.net_connections("inet")
+                if c.status == psutil.CONN_LISTEN
+            ],
+        }
+
+
+async def main(arguments: dict[str, Any]) -> None:
+    """Serve until standard input ends."""
+    owner = Owner(arguments)
+    peer = await owner.sender.start()
+    tell(peer=asdict(peer))
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        command = json.loads(line)
+        answer = getattr(owner, command["do"])(**command["with"])
+        tell(id=command["id"], **answer)
+    await owner.sender.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(json.loads(sys.argv[1])))
