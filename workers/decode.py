@@ -14,7 +14,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,13 +33,8 @@ from workers.engine.events import (
 from workers.engine.loop import Engine, EngineStats
 from workers.engine.sequence import SequenceMode
 from workers.engine.step import SequenceId
-from workers.errors import (
-    ContextOverflowError,
-    DeadlineExceededError,
-    QueueFullError,
-    WorkerError,
-    WorkerStoppingError,
-)
+from workers.errors import WorkerError
+from workers.failures import failure_code_of
 from workers.messages import (
     Failed,
     FailureCode,
@@ -55,13 +50,6 @@ from workers.messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-_FAILURE_CODES: Mapping[type[WorkerError], FailureCode] = {
-    ContextOverflowError: FailureCode.CONTEXT_LENGTH_EXCEEDED,
-    QueueFullError: FailureCode.QUEUE_FULL,
-    DeadlineExceededError: FailureCode.DEADLINE_EXCEEDED,
-    WorkerStoppingError: FailureCode.WORKER_STOPPING,
-}
 
 
 class HandoffRefusedError(TransferError):
@@ -403,7 +391,7 @@ async def _close(answers: AsyncIterator[PrefillEvent]) -> None:
 
 
 def _failed(request: GenerateRequest, error: WorkerError) -> Failed:
-    code = _FAILURE_CODES.get(type(error), FailureCode.INTERNAL)
+    code = failure_code_of(error)
     retry_after_s = 1.0 if code is FailureCode.QUEUE_FULL else None
     return Failed(
         attempt=request.attempt, code=code, message=str(error), retry_after_s=retry_after_s

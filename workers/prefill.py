@@ -26,9 +26,9 @@ from workers.engine.events import ChunkComputed, Event, PromptComputed, Sequence
 from workers.engine.loop import Engine, EngineStats
 from workers.engine.sequence import SequenceMode
 from workers.engine.step import SequenceId
-from workers.errors import ContextOverflowError, QueueFullError, WorkerError
+from workers.errors import WorkerError, WorkerStoppingError
+from workers.failures import failure_code_of
 from workers.messages import (
-    FailureCode,
     PrefillAccepted,
     PrefillEnded,
     PrefillEvent,
@@ -73,6 +73,7 @@ class PrefillWorker:
         self._clock = clock
         self._jobs: dict[TransferKey, _Job] = {}
         self._me: PeerInfo | None = None
+        self._is_stopping = False
 
     @property
     def me(self) -> PeerInfo:
@@ -93,6 +94,7 @@ class PrefillWorker:
 
     async def stop(self) -> None:
         """End every hand-off, then the engine: blocks outlive the readers, never the reverse."""
+        self._is_stopping = True
         await self._sender.close()
         await self._engine.stop()
 
@@ -127,7 +129,7 @@ class PrefillWorker:
         try:
             job = self._open(key, request)
         except (TransferError, WorkerError) as error:
-            yield PrefillRefused(code=_refusal_code(error), message=str(error))
+            yield PrefillRefused(code=failure_code_of(error), message=str(error))
             return
         try:
             yield PrefillAccepted(key=key, peer=self.me)
@@ -139,6 +141,8 @@ class PrefillWorker:
 
     def _open(self, key: TransferKey, request: PrefillRequest) -> _Job:
         """Start the lease and queue the prompt; on failure neither is left behind."""
+        if self._is_stopping:
+            raise WorkerStoppingError("the prefill worker is stopping")
         self._sender.open(key, request.decode)
         try:
             sequence_id = self._engine.submit(
@@ -191,11 +195,3 @@ class PrefillWorker:
         )
         job.granted_blocks = upto
         self._sender.grant(key, blocks, job.first)
-
-
-def _refusal_code(error: Exception) -> FailureCode:
-    if isinstance(error, QueueFullError):
-        return FailureCode.QUEUE_FULL
-    if isinstance(error, ContextOverflowError):
-        return FailureCode.CONTEXT_LENGTH_EXCEEDED
-    return FailureCode.WORKER_STOPPING

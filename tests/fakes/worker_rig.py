@@ -331,8 +331,11 @@ async def worker_rig(
 class Client:
     """Reads one request's events, as Front does, and can leave."""
 
-    def __init__(self, rig: Rig, request: GenerateRequest) -> None:
+    def __init__(
+        self, rig: Rig, request: GenerateRequest, *, patience_s: float = PATIENCE_S
+    ) -> None:
         self.events: list[GenerateEvent] = []
+        self._patience_s = patience_s
         self._grew = asyncio.Event()
         self.task = asyncio.create_task(self._read(rig.decode, request))
 
@@ -349,14 +352,14 @@ class Client:
 
     async def first_token(self) -> None:
         """Return once there is a token."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(self._patience_s):
             while not self.events:
                 self._grew.clear()
                 await self._grew.wait()
 
     async def end(self) -> GenerateEvent:
         """The one terminal event, which must be the last."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(self._patience_s):
             await asyncio.wait({self.task})
         self.task.result()
         assert len(self.ends) == 1, self.events
@@ -381,7 +384,7 @@ class Client:
 
     async def left(self) -> None:
         """Return once the reading has stopped; the request must not have ended by itself."""
-        await asyncio.wait({self.task}, timeout=PATIENCE_S)
+        await asyncio.wait({self.task}, timeout=self._patience_s)
         assert self.task.cancelled(), self.events
 
     async def _read(self, worker: DecodeWorker, request: GenerateRequest) -> None:
