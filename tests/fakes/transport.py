@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar, TypeVarTuple
@@ -156,10 +156,15 @@ class _Server:
         async def body() -> Result:
             return function(*arguments)
 
+        return await self.run(body())
+
+    async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run something on the owner's loop; the peer is lost if that has ended."""
         assert self.loop is not None
         try:
-            future = asyncio.run_coroutine_threadsafe(body(), self.loop)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         except RuntimeError as error:
+            coroutine.close()
             raise PeerLostError("the owner has stopped") from error
         return await asyncio.wrap_future(future)
 
@@ -218,12 +223,10 @@ class _Session:
 
     async def _owner_grants(self) -> AsyncIterator[Grant]:
         iterator = await self._server.call(self._server.authority.grants, self._key)
-        assert self._server.loop is not None
         while True:
             step: Any = anext(iterator)
             try:
-                future = asyncio.run_coroutine_threadsafe(_await(step), self._server.loop)
-                grant = await asyncio.wrap_future(future)
+                grant = await self._server.run(_await(step))
             except StopAsyncIteration:
                 return
             assert grant is not None
