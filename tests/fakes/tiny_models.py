@@ -101,7 +101,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
             "attention_chunk_size": WINDOW,
             "intermediate_size_mlp": 96,
         },
-        "the mask of layer 0 is not causal",
+        "the mask of layer 0 is not the causal one",
     ),
     "deepseek_v3": (
         {

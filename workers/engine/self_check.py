@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ def check_model(model: torch.nn.Module, layout: KVLayout, *, max_model_len: int)
         use_packed_attention(model)
         _check_layers(model, layout)
         _check_masks(model, max_model_len)
-        _check_positions(model, max_model_len, _tolerance(layout))
+        _check_positions(model, max_model_len)
         _check_logits(model, layout)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{type(model).__name__} cannot be served: {error}") from error
@@ -149,8 +150,8 @@ def _check_masks(model: torch.nn.Module, max_model_len: int) -> None:
         mask_function = probe.mask_functions[int(call.mask.flatten()[0])]
         if not _is_causal(mask_function, call.sliding_window, max_model_len):
             raise UnsupportedModelError(
-                f"the mask of layer {call.layer_index} is not causal with a window of "
-                f"{call.sliding_window} tokens, which is what its attention is told"
+                f"the mask of layer {call.layer_index} is not the causal one with "
+                f"sliding_window={call.sliding_window} that its attention is told of"
             )
 
 
@@ -166,14 +167,15 @@ def _is_causal(mask_function: MaskFunction, window: int | None, max_model_len: i
     return torch.equal(mask_function(zero, zero, own, other).expand_as(expected), expected)
 
 
-def _check_positions(model: torch.nn.Module, max_model_len: int, tolerance: float) -> None:
+def _check_positions(model: torch.nn.Module, max_model_len: int) -> None:
     """A row's queries do not depend on how far another sequence in the step has come."""
-    near = np.arange(min(_NUM_TOKENS, max_model_len - 1))
+    near = np.arange(_NUM_TOKENS)
     alone = _probe(model, near).calls
-    beside = _probe(model, np.append(near, max_model_len - 1)).calls
+    near[-1] = max_model_len - 1
+    beside = _probe(model, near).calls
     for call, other in zip(alone, beside, strict=True):
-        change = _relative_change(call.query, other.query[: len(near)])
-        if not change <= tolerance:
+        change = _relative_change(call.query[:-1], other.query[:-1])
+        if not change <= 1e-3:
             raise UnsupportedModelError(
                 f"the queries of layer {call.layer_index} change by {change:.1%} when a sequence "
                 f"of {max_model_len} tokens is in the batch"
@@ -182,6 +184,9 @@ def _check_positions(model: torch.nn.Module, max_model_len: int, tolerance: floa
 
 def _check_logits(model: torch.nn.Module, layout: KVLayout) -> None:
     """Two sequences packed, in chunks, over paged KV, get what either gets alone and unpaged."""
+    # In 16 bits a trained model's logits change by 10 % from one of its own kernels to another; to
+    # see another sequence's tokens, or to miss its own, changes them by 70 % and more.
+    tolerance = 1e-3 if layout.element_bytes == 4 else 0.3
     tokens = [_token_ids(model, end, seed) for seed, (_, end) in enumerate(_STEPS[-1])]
     packed = _packed_logits(model, layout, tokens)
     model.set_attn_implementation("eager")  # type: ignore[operator]
@@ -194,8 +199,8 @@ def _check_logits(model: torch.nn.Module, layout: KVLayout) -> None:
     finally:
         use_packed_attention(model)
     for ours, stock in zip(packed, alone, strict=True):
-        change = max(_relative_change(*rows) for rows in zip(stock.float(), ours, strict=True))
-        if not change <= _tolerance(layout):
+        change = fmean(_relative_change(*rows) for rows in zip(stock, ours, strict=True))
+        if not change <= tolerance:
             raise UnsupportedModelError(
                 f"packed with another sequence its logits differ by {change:.1%} from those of "
                 "its own attention"
@@ -250,8 +255,3 @@ def _relative_change(reference: torch.Tensor, other: torch.Tensor) -> float:
     reference = reference.float()
     size = (reference - reference.mean()).norm().clamp(min=1e-6)
     return float((reference - other).norm() / size)
-
-
-def _tolerance(layout: KVLayout) -> float:
-    """Rounding stays well below it; another sequence's keys, or a wrong mask, well above."""
-    return 1e-3 if layout.element_bytes == 4 else 0.15

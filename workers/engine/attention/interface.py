@@ -87,6 +87,11 @@ def packed_forward(
     return logits
 
 
+def _by_row(heads_first: torch.Tensor) -> torch.Tensor:
+    """A view `[num_tokens, heads, head_dim]` of `[1, heads, num_tokens, head_dim]`."""
+    return heads_first.squeeze(0).transpose(0, 1)
+
+
 def _mask(*, mask_function: MaskFunction, **_others: Any) -> torch.Tensor | None:
     return _handler.get().mask(mask_function)
 
@@ -108,7 +113,7 @@ def _attend(
         raise UnsupportedModelError(f"{type(module).__name__} adds a bias to its attention scores")
     attended = _handler.get().attend(
         layer_index,
-        (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)),
+        (_by_row(query), _by_row(key), _by_row(value)),
         attention_mask,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=options.get("sliding_window"),

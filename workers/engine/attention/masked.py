@@ -35,15 +35,14 @@ def masked_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend with q `[queries, heads, head_dim]` over k, v `[tokens, kv_heads, head_dim]`.
+    """Attend with q `[heads, queries, head_dim]` over k, v `[kv_heads, tokens, head_dim]`.
 
     `bias` `[queries, tokens]` is added to the scores; the softmax is taken in fp32; the result has
     q's shape.
     """
-    num_queries, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
-    grouped = q.reshape(num_queries, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-    scores = torch.matmul(grouped, k.permute(1, 2, 0).unsqueeze(1)).float() * scale
+    num_kv_heads = len(k)
+    grouped = q.reshape(num_kv_heads, -1, *q.shape[1:])
+    scores = torch.matmul(grouped, k.transpose(1, 2).unsqueeze(1)).float() * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if bias is not None:
@@ -53,5 +52,4 @@ def masked_attention(
         weights = torch.softmax(torch.cat([scores, columns], dim=-1), dim=-1)[..., :-1]
     else:
         weights = torch.softmax(scores, dim=-1)
-    attended = torch.matmul(weights.to(v.dtype), v.transpose(0, 1).unsqueeze(1))
-    return attended.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
+    return torch.matmul(weights.to(v.dtype), v.unsqueeze(1)).flatten(0, 1)

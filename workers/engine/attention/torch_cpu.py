@@ -58,6 +58,22 @@ class _Scoring(NamedTuple):
         return self.window is not None and self.window < seq_len
 
 
+class _Gather(NamedTuple):
+    """Where a part of a step finds what its sequences hold, layer by layer.
+
+    `run` is scratch memory that the next gather overwrites; `keys` and `values`
+    `[sequences, kv_heads, tokens, head_dim]` are views of it, made once for all layers.
+    """
+
+    blocks: tuple[torch.Tensor, ...]
+    """Per layer, rows of the cache's `block_rows`: all K blocks, then all V blocks."""
+    run: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    padding: tuple[torch.Tensor, torch.Tensor] | None
+    """The run by tokens, and those of its rows that lie behind their sequence's end."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _DecodeGroup:
     """Rows of one token each, of about the same length, that attend in one call."""
@@ -66,16 +82,9 @@ class _DecodeGroup:
     """The step's rows; None if they are its first rows, in order."""
     seq_lens: tuple[int, ...]
     max_len: int
-    blocks: tuple[torch.Tensor, ...]
-    """Per layer, rows of the cache's `block_rows`: all K blocks, then all V blocks."""
-    padding: torch.Tensor | None
-    """Tokens of the gathered K and V, seen as one run, that are not of their sequence."""
+    gather: _Gather
     bias: torch.Tensor | None
     """`[rows, 1, 1, max_len]`, -inf at the padding; None where all lengths are equal."""
-
-    @property
-    def size(self) -> int:
-        return len(self.seq_lens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,8 +93,8 @@ class _Chunk:
 
     rows: slice
     seq_len: int
-    blocks: tuple[torch.Tensor, ...]
-    """As for a decode group; empty if all of the sequence's tokens are in this step."""
+    gather: _Gather | None
+    """None if all of the sequence's tokens are in this step."""
     biases: dict[int | None, torch.Tensor] = field(default_factory=dict)
     """By window; made on first use, then shared by the layers."""
 
@@ -114,7 +123,7 @@ class TorchCpuBackend:
         self._chunks: tuple[_Chunk, ...] = ()
 
     def prepare(self, meta: StepMetadata) -> None:
-        """Work out the step's index tensors, for all layers at once."""
+        """Work out the step's index tensors and views, for all layers at once."""
         self._writes = self._cache.token_index(meta.slot_mapping).flatten(0, 1).unbind(0)
         lengths = np.diff(meta.cu_seqlens_q)
         decodes = np.flatnonzero(lengths == 1)
@@ -142,7 +151,7 @@ class TorchCpuBackend:
             return self._decode(layer_index, self._groups[0], q, scoring)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self._groups:
-            rows = slice(group.size) if group.rows is None else group.rows
+            rows = slice(len(group.seq_lens)) if group.rows is None else group.rows
             out[rows] = self._decode(layer_index, group, q[rows], scoring)
         for chunk in self._chunks:
             out[chunk.rows] = self._extend(layer_index, chunk, (q, k, v), scoring)
@@ -151,16 +160,12 @@ class TorchCpuBackend:
     def _decode(
         self, layer_index: int, group: _DecodeGroup, q: torch.Tensor, scoring: _Scoring
     ) -> torch.Tensor:
-        keys, values = self._gather(group.blocks[layer_index], group.size, group.padding)
+        keys, values = self._fetch(group.gather, layer_index)
         if scoring.needs_written_out or scoring.hides_tokens(group.max_len):
             return _attend_rows(group.seq_lens, q, keys, values, scoring)
-        packed = q.reshape(group.size, self._layout.num_kv_heads, -1, self._layout.head_dim)
+        packed = q.reshape(len(q), self._layout.num_kv_heads, -1, self._layout.head_dim)
         attended = scaled_dot_product_attention(
-            packed,
-            keys[:, : group.max_len].transpose(1, 2),
-            values[:, : group.max_len].transpose(1, 2),
-            attn_mask=group.bias,
-            scale=scoring.scale,
+            packed, keys, values, attn_mask=group.bias, scale=scoring.scale
         )
         return attended.reshape(q.shape)
 
@@ -171,18 +176,18 @@ class TorchCpuBackend:
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         scoring: _Scoring,
     ) -> torch.Tensor:
-        q, keys, values = (part[chunk.rows] for part in qkv)
-        if chunk.blocks:
-            gathered = self._gather(chunk.blocks[layer_index], 1, None)
-            keys, values = (part[0, : chunk.seq_len] for part in gathered)
+        q, keys, values = (part[chunk.rows].transpose(0, 1).unsqueeze(0) for part in qkv)
+        if chunk.gather is not None:
+            keys, values = self._fetch(chunk.gather, layer_index)
         if scoring.needs_written_out:
             bias = chunk.bias(scoring, torch.float32)
-            return masked_attention(q, keys, values, bias, **scoring.written_out())
-        is_plain = not chunk.blocks and not scoring.hides_tokens(chunk.seq_len)
+            attended = masked_attention(q[0], keys[0], values[0], bias, **scoring.written_out())
+            return attended.transpose(0, 1)
+        is_plain = chunk.gather is None and not scoring.hides_tokens(chunk.seq_len)
         attended = scaled_dot_product_attention(
-            q.transpose(0, 1).unsqueeze(0),
-            keys.transpose(0, 1).unsqueeze(0),
-            values.transpose(0, 1).unsqueeze(0),
+            q,
+            keys,
+            values,
             attn_mask=None if is_plain else chunk.bias(scoring, q.dtype),
             is_causal=is_plain,
             scale=scoring.scale,
@@ -190,54 +195,66 @@ class TorchCpuBackend:
         )
         return attended[0].transpose(0, 1)
 
-    def _gather(
-        self, blocks: torch.Tensor, size: int, padding: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[size, tokens, kv_heads, head_dim]`, good until the next gather."""
-        if len(self._scratch) < len(blocks):
-            self._scratch = self._scratch.new_empty(2 * len(blocks), self._scratch.shape[1])
-        run = self._scratch[: len(blocks)]
-        torch.index_select(self._cache.block_rows, 0, blocks, out=run)
-        if padding is not None:
+    def _fetch(self, gather: _Gather, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values, good until the next fetch."""
+        torch.index_select(self._cache.block_rows, 0, gather.blocks[layer_index], out=gather.run)
+        if gather.padding is not None:
             # 0 * NaN is NaN: what lies behind a sequence's end must be finite, though masked.
-            run.view(-1, self._layout.num_kv_heads * self._layout.head_dim)[padding] = 0
-        tokens = run.view(2, size, -1, self._layout.num_kv_heads, self._layout.head_dim)
-        return tokens[0], tokens[1]
+            tokens, behind = gather.padding
+            tokens.index_fill_(0, behind, 0)
+        return gather.keys, gather.values
 
     def _group(self, meta: StepMetadata, members: IntArray) -> _DecodeGroup:
         seq_lens = meta.seq_lens[members]
-        max_len = int(seq_lens.max())
-        tables = [meta.block_tables[i] for i in members]
-        width = max(len(table) for table in tables)
-        padded = np.stack([np.pad(table, (0, width - len(table)), mode="edge") for table in tables])
-        is_padded = bool((seq_lens != max_len).any())
         rows = meta.cu_seqlens_q[members]
-        in_order = np.array_equal(rows, np.arange(len(rows)))
+        max_len = int(seq_lens.max())
+        is_padded = bool((seq_lens != max_len).any())
         return _DecodeGroup(
-            rows=None if in_order else torch.from_numpy(rows),
+            rows=None if rows[-1] == len(rows) - 1 else torch.from_numpy(rows),
             seq_lens=tuple(seq_lens.tolist()),
             max_len=max_len,
-            blocks=self._cache.block_index(padded).flatten(1).unbind(0),
-            padding=self._padding(seq_lens, width) if is_padded else None,
-            bias=self._padding_bias(seq_lens, max_len) if is_padded else None,
+            gather=self._gather([meta.block_tables[i] for i in members], seq_lens),
+            bias=_padding_bias(seq_lens, self._cache.dtype) if is_padded else None,
         )
-
-    def _padding(self, seq_lens: IntArray, width: int) -> torch.Tensor:
-        tokens = np.arange(width * self._layout.block_size)
-        of_keys = np.flatnonzero(tokens >= seq_lens[:, None])
-        return torch.from_numpy(np.concatenate([of_keys, of_keys + len(seq_lens) * len(tokens)]))
-
-    def _padding_bias(self, seq_lens: IntArray, max_len: int) -> torch.Tensor:
-        is_padding = torch.from_numpy(np.arange(max_len) >= seq_lens[:, None])
-        bias = torch.zeros(is_padding.shape, dtype=self._cache.dtype)
-        return bias.masked_fill_(is_padding, float("-inf"))[:, None, None]
 
     def _chunk(self, meta: StepMetadata, i: int) -> _Chunk:
         rows = slice(int(meta.cu_seqlens_q[i]), int(meta.cu_seqlens_q[i + 1]))
         seq_len = int(meta.seq_lens[i])
         is_whole = seq_len == rows.stop - rows.start
-        blocks = self._cache.block_index(meta.block_tables[i]).flatten(1).unbind(0)
-        return _Chunk(rows=rows, seq_len=seq_len, blocks=() if is_whole else blocks)
+        gather = None
+        if not is_whole:
+            gather = self._gather([meta.block_tables[i]], meta.seq_lens[i : i + 1])
+        return _Chunk(rows=rows, seq_len=seq_len, gather=gather)
+
+    def _gather(self, tables: Sequence[IntArray], seq_lens: IntArray) -> _Gather:
+        width = max(len(table) for table in tables)
+        padded = np.stack([np.pad(table, (0, width - len(table)), mode="edge") for table in tables])
+        run = self._reserve(2 * padded.size)
+        layout = self._layout
+        shape = (2, len(tables), width * layout.block_size, layout.num_kv_heads, layout.head_dim)
+        keys, values = run.view(shape)[:, :, : int(seq_lens.max())].transpose(2, 3).unbind(0)
+        padding = None
+        if (seq_lens != seq_lens[0]).any():
+            behind = np.flatnonzero(np.arange(shape[2]) >= seq_lens[:, None])
+            behind = np.concatenate([behind, behind + len(tables) * shape[2]])
+            padding = (run.view(-1, *shape[3:]), torch.from_numpy(behind))
+        blocks = self._cache.block_index(padded).flatten(1).unbind(0)
+        return _Gather(blocks=blocks, run=run, keys=keys, values=values, padding=padding)
+
+    def _reserve(self, num_blocks: int) -> torch.Tensor:
+        """The first rows of the scratch memory, which grows to the largest gather ever asked for.
+
+        Parts of a step take turns in it; one that was prepared before it grew keeps its old memory.
+        """
+        if len(self._scratch) < num_blocks:
+            self._scratch = self._scratch.new_empty(num_blocks, self._scratch.shape[1])
+        return self._scratch[:num_blocks]
+
+
+def _padding_bias(seq_lens: IntArray, dtype: torch.dtype) -> torch.Tensor:
+    is_padding = torch.from_numpy(np.arange(seq_lens.max()) >= seq_lens[:, None])
+    bias = torch.zeros(is_padding.shape, dtype=dtype)
+    return bias.masked_fill_(is_padding, float("-inf"))[:, None, None]
 
 
 def _similar(meta: StepMetadata, members: IntArray) -> Iterator[IntArray]:
@@ -271,7 +288,11 @@ def _attend_rows(
         seen = slice(first, seq_len)
         attended.append(
             masked_attention(
-                q[row : row + 1], keys[row, seen], values[row, seen], None, **scoring.written_out()
-            )
+                q[row].unsqueeze(1),
+                keys[row, :, seen],
+                values[row, :, seen],
+                None,
+                **scoring.written_out(),
+            ).squeeze(1)
         )
-    return torch.cat(attended)
+    return torch.stack(attended)
