@@ -10,6 +10,9 @@ global
     stats socket /run/x/a mode 666 level admin expose-fd listeners
 defaults
     log global
+    option abortonclose
+    option splice-request
+    option splice-response
 frontend prometheus
     bind :9101
     no log
@@ -39,12 +42,13 @@ def test_only_the_clients_frontend_follows_the_host() -> None:
     ]
 
 
-def test_other_lines_stay_but_for_syslog_and_the_socket_mode() -> None:
+def test_other_lines_stay_but_for_syslog_splicing_and_the_socket_mode() -> None:
     before, after = CONFIG.splitlines(), narrow(CONFIG, host="127.0.0.1").splitlines()
 
     assert [line for line in before if "bind " not in line and line not in after] == [
         "    log 127.0.0.1:514 local0 info",
         "    stats socket /run/x/a mode 666 level admin expose-fd listeners",
+        "    option splice-request",
     ]
     assert "    stats socket /run/x/a mode 600 level admin expose-fd listeners" in after
 
@@ -65,3 +69,13 @@ def test_rays_template_has_the_frontend_that_is_looked_for() -> None:
     templates = pytest.importorskip("ray.serve._private.haproxy_templates")
 
     assert "\nfrontend http_frontend\n" in templates.HAPROXY_CONFIG_TEMPLATE
+
+
+def test_rays_template_notices_clients_that_leave_but_for_the_splicing() -> None:
+    """The template is filled in by jinja; these lines are plain text in it."""
+    templates = pytest.importorskip("ray.serve._private.haproxy_templates")
+    lines = narrow(templates.HAPROXY_CONFIG_TEMPLATE.replace("bind ", "#"), host="x").splitlines()
+    options = {line.strip() for line in lines}
+
+    assert "option abortonclose" in options
+    assert not {"option splice-request", "option splice-auto"} & options
