@@ -69,6 +69,7 @@ class Front:
                 request_timeout_s=settings.http.request_timeout_s,
                 max_body_bytes=settings.http.max_body_bytes,
                 max_choices=settings.limits.max_choices,
+                echoes_request_id=False,
             ),
             metrics=FrontMetrics(self._front_id),
             sources=Sources(clock=time.monotonic, wall_clock=time.time, rng=random.SystemRandom()),

@@ -91,6 +91,8 @@ class FrontSettings:
     request_timeout_s: float = 600.0
     """A client may ask for less, not for more."""
     max_body_bytes: int = 8 * 2**20
+    echoes_request_id: bool = True
+    """False where the HTTP server around the application does that: one header, not two."""
     max_sequences: int = 128
     """Prompts x n of one request."""
     max_choices: int = 16

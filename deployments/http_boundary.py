@@ -121,7 +121,8 @@ class Boundary:
         outcome = "disconnected"  # what a cancellation means
         metrics.request_started(endpoint)
         try:
-            outcome = await self._serve(scope, receive, _identified(send, exchange), exchange)
+            noting = _noting(send, exchange, echo=self._front.settings.echoes_request_id)
+            outcome = await self._serve(scope, receive, noting, exchange)
         finally:
             metrics.request_ended(endpoint, outcome)
             logger.info(
@@ -165,14 +166,15 @@ class Boundary:
         return allowed[:_ID_CHARACTERS].decode("ascii") or self._front.new_request_id()
 
 
-def _identified(send: Send, exchange: Exchange) -> Send:
-    """Send with the request's id among the headers; notes when the answer begins and is whole."""
+def _noting(send: Send, exchange: Exchange, *, echo: bool) -> Send:
+    """Send, noting when the answer begins and is whole; with `echo`, the id is in its headers."""
 
-    async def identified(message: Message) -> None:
+    async def noting(message: Message) -> None:
         if message["type"] == "http.response.start":
             exchange.status = message["status"]
             request_id = (_ID_HEADER, exchange.request_id.encode("ascii"))
-            message = {**message, "headers": [*message["headers"], request_id]}
+            if echo:
+                message = {**message, "headers": [*message["headers"], request_id]}
         try:
             await send(message)
         except OSError as error:
@@ -180,7 +182,7 @@ def _identified(send: Send, exchange: Exchange) -> Send:
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             exchange.is_whole = True
 
-    return identified
+    return noting
 
 
 def _log_failure(exchange: Exchange, error: Exception) -> None:
