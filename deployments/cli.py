@@ -1,4 +1,6 @@
-"""The command line. Owns what commands and options there are; the work is in `terminal` and below.
+"""The command line. Owns what commands there are; those of `baton bench` are in `bench`.
+
+The work is in `terminal`, `bench` and below.
 
 Each command imports what it needs inside its function: `baton --help` must not wait for pydantic
 and httpx, and nothing but `serve` may wait for torch and ray. Errors that are expected become one
@@ -14,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+
+from deployments.bench.commands import bench_app
 
 if TYPE_CHECKING:
     from configs.schema import Settings
@@ -46,14 +50,15 @@ class _ExplainingGroup(TyperGroup):
 def _exit_code(error: Exception) -> int | None:
     """1 for what went wrong, 2 for what was asked wrongly, None for what nobody expected."""
     from configs.load import SettingsError
+    from deployments.bench.errors import BenchError, BenchInputError
     from deployments.cluster.errors import ClusterError
     from deployments.terminal.errors import ApiError
     from workers.errors import WorkerError
     from workers.models.errors import ModelError
 
-    if isinstance(error, SettingsError):
+    if isinstance(error, (SettingsError, BenchInputError)):
         return _MISUSED
-    expected = (ApiError, ClusterError, ModelError, WorkerError)
+    expected = (ApiError, BenchError, ClusterError, ModelError, WorkerError)
     return _FAILED if isinstance(error, expected) else None
 
 
@@ -67,6 +72,7 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="The models in the cache and the catalogue.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+app.add_typer(bench_app, name="bench")
 
 Target = Annotated[
     str | None,
