@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -103,13 +104,7 @@ class Peer:
             text=True,
         )
         address, port = self._line().split()
-        self.info = info("p", size_kib)
-        self.info = PeerInfo(
-            **{
-                **{name: getattr(self.info, name) for name in PeerInfo.__slots__},
-                "endpoints": (("tcp", address),),
-            }
-        )
+        self.info = replace(info("p", size_kib), endpoints=(("tcp", address),))
         self.plain = socket.create_connection(("127.0.0.1", int(port)))
         self.plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.opened = 0

@@ -44,6 +44,11 @@ class KVLink:
     ended: list[tuple[TransferKey, ReleaseReason]]
     ends: asyncio.Queue[tuple[TransferKey, ReleaseReason]] = field(default_factory=asyncio.Queue)
 
+    @property
+    def address(self) -> str:
+        """Where the first transport's server listens."""
+        return self.peer.endpoints[0][1]
+
     def blocks(self) -> tuple[GrantedBlock, ...]:
         """The prompt's blocks with their generations of now."""
         return granted_blocks(NUM_TOKENS, BLOCK_SIZE, SOURCE, self.source.generations)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import json
 import random
@@ -12,6 +13,7 @@ import threading
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -42,10 +44,13 @@ class OwnerProcess:
     """The other process, and the messages between it and the test."""
 
     def __init__(self, process: asyncio.subprocess.Process, info: PeerInfo) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
         self.process = process
+        self._stdin, self._stdout = process.stdin, process.stdout
         self.info = info
         self.ended: dict[str, list[str]] = {}
-        self._answers: dict[int, asyncio.Future] = {}
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._listening = asyncio.create_task(self._listen())
 
     async def ask(self, do: str, **arguments):
@@ -53,7 +58,7 @@ class OwnerProcess:
         number = len(self._answers)
         self._answers[number] = asyncio.get_running_loop().create_future()
         line = json.dumps({"id": number, "do": do, "with": arguments}) + "\n"
-        self.process.stdin.write(line.encode())
+        self._stdin.write(line.encode())
         async with asyncio.timeout(20):
             return await self._answers[number]
 
@@ -77,13 +82,13 @@ class OwnerProcess:
         self.process.send_signal(number)
 
     async def close(self) -> None:
-        self.process.stdin.close()
+        self._stdin.close()
         async with asyncio.timeout(20):
             await self.process.wait()
             await self._listening
 
     async def _listen(self) -> None:
-        while line := await self.process.stdout.readline():
+        while line := await self._stdout.readline():
             message = json.loads(line)
             if "ended" in message:
                 self.ended.setdefault(message["ended"], []).append(message["reason"])
@@ -118,6 +123,7 @@ async def owner_process(bytes_per_block: int, *, lease_s: float = 5.0, name: str
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
+    assert process.stdout is not None
     first = json.loads(await process.stdout.readline())["peer"]
     first["endpoints"] = tuple(tuple(endpoint) for endpoint in first["endpoints"])
     owner = OwnerProcess(process, PeerInfo(**first))
@@ -260,7 +266,7 @@ async def test_blocks_of_a_cancelled_fetch_can_be_reused_after_the_fence():
                 await pulling
             await transfer.wait_quiesced()
             decode.mark(blocks)
-            await until(lambda name=name: name in owner.ended)
+            await until(functools.partial(owner.ended.__contains__, name))
             assert decode.is_marked(blocks)
         assert decode.receiver.stats().by_outcome == {"cancelled": 5}
         await shuffled_handoff(owner, decode, "u", seed=3)

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from kv_transfer.geometry import BlockId
+from kv_transfer.geometry import BlockId, LogicalBlock
 from kv_transfer.handoff import FirstToken, Grant, Verdict
 from kv_transfer.protocol import (
     TRANSITIONS,
@@ -12,6 +12,7 @@ from kv_transfer.protocol import (
     Close,
     Confirm,
     Connect,
+    Event,
     Fail,
     Fenced,
     Fetch,
@@ -41,6 +42,10 @@ EVENTS = [
 ]
 
 
+def places(plain):
+    return {LogicalBlock(logical): BlockId(block_id) for logical, block_id in plain.items()}
+
+
 def protocol(num_tokens=10, placement=(10, 11, 12)):
     return ReceiverProtocol(
         num_tokens=num_tokens, block_size=4, placement=[BlockId(b) for b in placement]
@@ -67,7 +72,7 @@ def in_state(state):
     made = protocol()
     if state in (TransferState.LANDED, TransferState.CONFIRMED, TransferState.PUBLISHED):
         made = landed()
-    ways = {
+    ways: dict[TransferState, list[Event]] = {
         TransferState.RESERVED: [],
         TransferState.QUEUED: [Begin()],
         TransferState.ACTIVE: [Begin(), Opened()],
@@ -124,10 +129,10 @@ def test_the_whole_way_asks_for_each_action_once():
     assert made.apply(Begin()) == Connect()
     assert made.apply(Opened()) is None
     fetch = made.apply(Granted(Grant(sequence_number=0, blocks=BLOCKS[:2])))
-    assert fetch == Fetch(BLOCKS[:2], {0: 10, 1: 11})
+    assert fetch == Fetch(BLOCKS[:2], places({0: 10, 1: 11}))
     assert made.apply(BlockLanded(BLOCKS[1])) is None
     fetch = made.apply(Granted(Grant(sequence_number=1, blocks=BLOCKS[2:], first=FIRST)))
-    assert fetch == Fetch(BLOCKS[2:], {2: 12})
+    assert fetch == Fetch(BLOCKS[2:], places({2: 12}))
     assert made.apply(BlockLanded(BLOCKS[2])) is None
     assert made.apply(BlockLanded(BLOCKS[0])) == Confirm()
     assert made.state is TransferState.LANDED

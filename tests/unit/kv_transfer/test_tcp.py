@@ -17,11 +17,11 @@ from kv_transfer.transport import (
     PeerLostError,
     TransferError,
 )
-from kv_transfer.transports import wire
+from kv_transfer.transports import tcp_server, wire
 from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.tcp_server import TcpTimings
 from kv_transfer.transports.wire import HEADER_BYTES, FrameType, Identity
-from tests.fakes.block_memory import peer_info, transfer_key
+from tests.fakes.block_memory import ByteMemory, peer_info, transfer_key
 from tests.fakes.clock import FakeClock
 from tests.fakes.kv_link import FIRST, PLACES, POISON, kv_link
 from tests.fakes.tcp_proxy import Damage, tcp_proxy
@@ -102,7 +102,7 @@ async def test_blocks_over_the_fetch_and_batch_limits_arrive(monkeypatch):
 
 async def test_only_the_configured_host_listens_and_a_receiver_does_not():
     async with kv_link(TcpTransport()) as link:
-        address = link.peer.endpoint("tcp")
+        address = link.address
         listening = {
             (c.laddr.ip, c.laddr.port)
             for c in psutil.Process(os.getpid()).net_connections("inet")
@@ -126,7 +126,7 @@ async def answered_bytes():
     """Bytes that an undamaged hand-off of the link's prompt takes from the server."""
     async with (
         kv_link(TcpTransport(), block_bytes=32) as link,
-        tcp_proxy(link.peer.endpoint("tcp"), Damage.FLIP, []) as (address, proxy),
+        tcp_proxy(link.address, Damage.FLIP, []) as (address, proxy),
     ):
         via(link, address)
         await link.incoming(link.offer()).pull()
@@ -139,9 +139,9 @@ async def test_one_damaged_byte_anywhere_fails_the_transfer(damage):
     """Nothing of the stream is redundant: no byte of it may change or end it unnoticed."""
     total = await answered_bytes()
     offsets = list(range(0, total, 5))
-    transport = TcpTransport(timings=QUICK)
-    async with kv_link(transport, block_bytes=32, num_blocks=6 * 64) as link:
-        async with tcp_proxy(link.peer.endpoint("tcp"), damage, offsets) as (address, _):
+    transport, clock = TcpTransport(timings=QUICK), FakeClock()
+    async with kv_link(transport, clock=clock, block_bytes=32, num_blocks=6 * 64) as link:
+        async with tcp_proxy(link.address, damage, offsets) as (address, _):
             via(link, address)
             for start in range(0, len(offsets), 64):
                 names = [f"{start + i}" for i in range(len(offsets[start : start + 64]))]
@@ -156,6 +156,7 @@ async def test_one_damaged_byte_anywhere_fails_the_transfer(damage):
                 for transfer in transfers:
                     await transfer.wait_quiesced()
         assert link.receiver.stats().blocks_published == 0
+        clock.advance(5.0)  # on a busy machine some may have failed before they had a session
         await until(lambda: len(link.ended) == len(offsets))
     assert len({key for key, _ in link.ended}) == len(offsets)
 
@@ -164,7 +165,7 @@ async def test_one_damaged_byte_anywhere_fails_the_transfer(damage):
 async def test_a_peer_that_falls_silent_is_lost(at):
     async with (
         kv_link(TcpTransport(timings=QUICK)) as link,
-        tcp_proxy(link.peer.endpoint("tcp"), Damage.STALL, [at]) as (address, _),
+        tcp_proxy(link.address, Damage.STALL, [at]) as (address, _),
     ):
         via(link, address)
         transfer = link.incoming(link.offer())
@@ -211,7 +212,9 @@ async def test_a_peer_without_endpoint_is_refused():
     transport = TcpTransport()
     me = peer_info("d", "d-1", bytes_per_block=8)
     with pytest.raises(LinkRefusedError, match="no tcp endpoint"):
-        await transport.connect(None, peer_info("p", "p-1", bytes_per_block=8), transfer_key(), me)
+        await transport.connect(
+            ByteMemory(1, 8), peer_info("p", "p-1", bytes_per_block=8), transfer_key(), me
+        )
 
 
 GARBAGE = [
@@ -230,7 +233,7 @@ GARBAGE = [
 async def test_garbage_at_the_port_costs_the_other_transfers_nothing(garbage):
     async with kv_link(TcpTransport(timings=QUICK)) as link:
         key = link.offer()
-        async with RawPeer(link.peer.endpoint("tcp")) as stranger:
+        async with RawPeer(link.address) as stranger:
             stranger.writer.write(garbage)
             assert (await link.incoming(key).pull()).num_blocks == 6
             assert await stranger.is_dropped()
@@ -240,15 +243,30 @@ async def test_a_stranger_cannot_announce_more_than_a_greeting():
     patient = TcpTimings(connect_s=60.0)
     async with kv_link(TcpTransport(timings=patient)) as link:
         frame = wire.control_frame(Identity.of(transfer_key()), FrameType.HELLO, bytes(1 << 20))
-        async with RawPeer(link.peer.endpoint("tcp")) as stranger:
+        async with RawPeer(link.address) as stranger:
             stranger.writer.write(frame[:HEADER_BYTES])  # and the rest never comes
             assert await stranger.is_dropped()
+
+
+async def test_connections_over_the_limit_are_dropped_and_the_others_go_on(monkeypatch):
+    monkeypatch.setattr(tcp_server, "MAX_CONNECTIONS", 1)
+    async with kv_link(TcpTransport()) as link:
+        key = link.offer()
+        async with RawPeer(link.address, key) as first:
+            await first.greet(key, link.me)
+            async with RawPeer(link.address) as second:
+                assert await second.is_dropped()
+            await first.say(FrameType.CONFIRM)
+            while (await first.hear())[0].kind is not FrameType.VERDICT:
+                pass
+        await until(lambda: len(link.ended) == 1)
+        await link.incoming(link.offer("later")).pull()
 
 
 async def test_an_unknown_transfer_is_told_so():
     async with kv_link(TcpTransport()) as link:
         key = transfer_key("unknown")
-        async with RawPeer(link.peer.endpoint("tcp"), key) as stranger:
+        async with RawPeer(link.address, key) as stranger:
             await stranger.say(FrameType.HELLO, wire.pack_hello(key, link.me))
             error = await stranger.hear_error()
             assert isinstance(error, LinkRefusedError)
@@ -259,7 +277,7 @@ async def test_an_unknown_transfer_is_told_so():
 async def test_a_greeting_for_one_transfer_in_frames_of_another_is_dropped():
     async with kv_link(TcpTransport()) as link:
         key = link.open()
-        async with RawPeer(link.peer.endpoint("tcp"), transfer_key("other")) as stranger:
+        async with RawPeer(link.address, transfer_key("other")) as stranger:
             await stranger.say(FrameType.HELLO, wire.pack_hello(key, link.me))
             assert await stranger.is_dropped()
         assert link.ended == []
@@ -277,12 +295,29 @@ async def test_a_greeting_for_one_transfer_in_frames_of_another_is_dropped():
 async def test_a_receiver_that_breaks_the_protocol_ends_its_transfer_alone(kind, payload):
     async with kv_link(TcpTransport()) as link:
         bad, good = link.offer("bad"), link.offer("good")
-        async with RawPeer(link.peer.endpoint("tcp"), bad) as rogue:
+        async with RawPeer(link.address, bad) as rogue:
             await rogue.greet(bad, link.me)
             await rogue.say(kind, payload)
             assert isinstance(await rogue.hear_error(), CorruptTransferError)
             assert await link.next_end() is ReleaseReason.PEER_LOST
         await link.incoming(good).pull()
+
+
+async def test_the_receiver_closes_first_after_the_verdict():
+    """A server that closes with a renewal unread could take the verdict back from the wire."""
+    async with kv_link(TcpTransport(timings=TcpTimings(silence_s=1.0))) as link:
+        key = link.offer()
+        async with RawPeer(link.address, key) as peer:
+            await peer.greet(key, link.me)
+            await peer.say(FrameType.CONFIRM)
+            await peer.say(FrameType.RENEW)
+            kind = None
+            while kind is not FrameType.VERDICT:
+                kind = (await peer.hear())[0].kind
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await peer.reader.read(1)
+            assert await peer.is_dropped()  # but not for ever
 
 
 @pytest.mark.parametrize(
@@ -293,7 +328,7 @@ async def test_a_block_outside_the_grant_is_not_sent(change):
         key = link.open()
         link.sender.grant(key, link.blocks()[:2], None)
         asked = dataclasses.replace(link.blocks()[0], **change)
-        async with RawPeer(link.peer.endpoint("tcp"), key) as rogue:
+        async with RawPeer(link.address, key) as rogue:
             await rogue.greet(key, link.me)
             await rogue.say(FrameType.FETCH, wire.pack_blocks([asked]))
             kinds = []
@@ -311,7 +346,7 @@ async def test_a_request_with_one_block_outside_the_grant_gets_none_of_its_block
     async with kv_link(TcpTransport(), block_bytes=512 * 1024) as link:
         key = link.open()
         link.sender.grant(key, link.blocks()[:2], None)
-        async with RawPeer(link.peer.endpoint("tcp"), key) as rogue:
+        async with RawPeer(link.address, key) as rogue:
             await rogue.greet(key, link.me)
             await rogue.say(FrameType.FETCH, wire.pack_blocks(link.blocks()[:3]))
             kinds = []
@@ -323,7 +358,7 @@ async def test_a_request_with_one_block_outside_the_grant_gets_none_of_its_block
 async def test_a_receiver_that_sends_a_block_is_cut_off():
     async with kv_link(TcpTransport()) as link:
         key = link.offer()
-        async with RawPeer(link.peer.endpoint("tcp"), key) as rogue:
+        async with RawPeer(link.address, key) as rogue:
             await rogue.greet(key, link.me)
             payload = memoryview(bytes(512))
             rogue.writer.write(wire.data_header(rogue.identity, link.blocks()[0], payload))
@@ -333,7 +368,7 @@ async def test_a_receiver_that_sends_a_block_is_cut_off():
 async def test_a_receiver_that_disconnects_ends_its_transfer_at_once():
     async with kv_link(TcpTransport()) as link:
         key = link.offer()
-        async with RawPeer(link.peer.endpoint("tcp"), key) as gone:
+        async with RawPeer(link.address, key) as gone:
             await gone.greet(key, link.me)
         assert await link.next_end() is ReleaseReason.PEER_LOST
 
@@ -342,7 +377,7 @@ async def test_a_receiver_that_reads_nothing_delays_no_other_and_ends_with_its_l
     clock = FakeClock()
     async with kv_link(TcpTransport(), clock=clock, block_bytes=4 * 1024 * 1024) as link:
         slow, good = link.offer("slow"), link.offer("good")
-        async with RawPeer(link.peer.endpoint("tcp"), slow) as sleeper:
+        async with RawPeer(link.address, slow) as sleeper:
             await sleeper.greet(slow, link.me)
             await sleeper.say(FrameType.FETCH, wire.pack_blocks(link.blocks()))
             await link.incoming(good).pull()
@@ -363,7 +398,7 @@ async def test_freed_blocks_never_leave_even_in_the_middle_of_a_send():
         block = link.blocks()[0]
         link.source.block(block.block_id)[:] = b"\x01" * size
         link.sender.grant(key, [block], FIRST)
-        async with RawPeer(link.peer.endpoint("tcp"), key) as slow:
+        async with RawPeer(link.address, key) as slow:
             await slow.greet(key, link.me)
             await slow.say(FrameType.FETCH, wire.pack_blocks([block]))
             header = None
@@ -388,7 +423,7 @@ async def test_freed_blocks_never_leave_even_in_the_middle_of_a_send():
 async def test_a_revoked_transfer_is_told_to_an_idle_receiver():
     async with kv_link(TcpTransport(timings=QUICK)) as link:
         key = link.offer()
-        async with RawPeer(link.peer.endpoint("tcp"), key) as idle:
+        async with RawPeer(link.address, key) as idle:
             await idle.greet(key, link.me)
             grants = [(await idle.hear())[0].kind for _ in range(3)]
             assert grants == [FrameType.GRANT] * 3
@@ -405,9 +440,12 @@ async def test_a_fetch_under_an_ended_lease_is_refused():
         key = link.offer()
         session = await transport.connect(link.destination, link.peer, key, link.me)
         grants = [grant async for grant in session.grants()]
+        blocks = grants[0].blocks
         link.sender.revoke(key, "the step failed")
         with pytest.raises(LeaseLostError, match="the step failed"):
-            async for _ in session.fetch(grants[0].blocks, dict(enumerate(PLACES))):
+            async for _ in session.fetch(
+                blocks, {block.logical: PLACES[block.logical] for block in blocks}
+            ):
                 pass
         await session.close()
 

@@ -10,8 +10,12 @@ async def test_work_runs_on_one_other_thread_in_the_order_of_the_posts():
     thread = TransferThread("kv-test")
     await thread.start()
     seen = []
+
+    def note(number: int) -> None:
+        seen.append((number, threading.current_thread().name))
+
     for i in range(5):
-        thread.post(lambda i=i: seen.append((i, threading.current_thread().name)))
+        thread.post(note, i)
 
     async def last():
         return threading.current_thread().name

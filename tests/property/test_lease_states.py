@@ -50,7 +50,7 @@ class LeaseMachine(RuleBasedStateMachine):
         )
         self.histories: dict[str, History] = {}
         self.reported: list[tuple[TransferKey, ReleaseReason]] = []
-        self.expected_ends: list[tuple[TransferKey, ReleaseReason]] = []
+        self.expected_ends: list[tuple[TransferKey, ReleaseReason | None]] = []
 
     ids = st.sampled_from("abc")
     epochs = st.integers(0, 3)
@@ -199,7 +199,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.table.sweep(self.clock())
         self.reported += self.table.take_ended()
         ended = [(h.key, h.ended) for h in self.histories.values() if h.ends(self.clock())]
-        assert sorted(self.reported, key=repr) == sorted(ended + self.expected_ends, key=repr)
+        assert sorted(self.reported, key=repr) == sorted([*ended, *self.expected_ends], key=repr)
 
     @invariant()
     def holds(self):

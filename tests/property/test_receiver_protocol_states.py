@@ -145,7 +145,9 @@ class ProtocolMachine(RuleBasedStateMachine):
             self.granted |= set(logicals)
             self.has_last = is_last
             if blocks:
-                assert action == Fetch(tuple(blocks), {i: i for i in logicals})
+                assert action == Fetch(
+                    tuple(blocks), {LogicalBlock(i): BlockId(i) for i in logicals}
+                )
 
     @rule(data=st.data(), generation=st.sampled_from([0, 0, 0, 1]))
     def land(self, data, generation):
