@@ -259,8 +259,7 @@ async def test_connections_over_the_limit_are_dropped_and_the_others_go_on(monke
             await first.say(FrameType.CONFIRM)
             while (await first.hear())[0].kind is not FrameType.VERDICT:
                 pass
-        await until(lambda: len(link.ended) == 1)
-        await link.incoming(link.offer("later")).pull()
+        assert await link.next_end() is ReleaseReason.CONFIRMED
 
 
 async def test_an_unknown_transfer_is_told_so():
