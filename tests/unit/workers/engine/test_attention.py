@@ -151,7 +151,7 @@ def test_every_kind_of_step_matches_attention_written_out(options):
         assert_same(world.run(lengths, **options))
 
 
-@pytest.mark.parametrize("prompts", itertools.permutations((20, 10, 2, 150)))
+@pytest.mark.parametrize("prompts", list(itertools.permutations((20, 10, 2, 150))))
 def test_decodes_of_very_unequal_length_match_attention_written_out(prompts):
     """They attend in groups by length, whatever their order in the step."""
     world = World(4)
