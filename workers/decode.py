@@ -338,8 +338,9 @@ class DecodeWorker:
         assert call.sequence_id is not None
         try:
             await transfer.wait_quiesced()
-        except Exception as error:
-            # Not the transfer's own error: no other attempt, and no fallback, may use the blocks.
+        except (Exception, asyncio.CancelledError) as error:
+            # A cancellation is the transfer's: nobody cancels this wait. Neither may look like an
+            # attempt that failed: no other one, and no fallback, may use the blocks.
             raise RuntimeError("INV-FENCE: the transport kept no fence, blocks are lost") from error
         call.is_written_to = False
         self._engine.fence(call.sequence_id)

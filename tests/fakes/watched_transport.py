@@ -30,7 +30,7 @@ class WatchedTransport:
         """Set when a session has begun to fetch."""
         self.violations: list[str] = []
         """Blocks that were freed while a session could still write to them."""
-        self.close_error: Exception | None = None
+        self.close_error: BaseException | None = None
         """Raised where a session should have passed its fence."""
         self._faults_of = faults_of
         self._writers: dict[BlockId, TransferKey] = {}

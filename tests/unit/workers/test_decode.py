@@ -271,9 +271,10 @@ async def test_bug_in_a_hand_off_ends_the_request_visibly(caplog):
         assert "hand-off broke request_id=request-0" in caplog.text
 
 
-async def test_blocks_are_given_up_rather_than_freed_without_a_fence():
+@pytest.mark.parametrize("error", [PeerLostError("no fence"), asyncio.CancelledError()])
+async def test_blocks_are_given_up_rather_than_freed_without_a_fence(error):
     async with faulty_rig(Fault(FaultKind.DIE, 2)) as rig:
-        rig.transport.close_error = PeerLostError("no fence")
+        rig.transport.close_error = error
         failed = await Client(rig, request_of()).failed()
         await until(lambda: rig.decode.stats()[2].active == 0)
 
