@@ -166,7 +166,13 @@ class _Server:
         except RuntimeError as error:
             coroutine.close()
             raise PeerLostError("the owner has stopped") from error
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            waiter = asyncio.current_task()
+            if waiter is not None and waiter.cancelling():
+                raise
+            raise PeerLostError("the owner stopped meanwhile") from None
 
 
 class _Session:
