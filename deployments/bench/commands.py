@@ -237,10 +237,14 @@ def quality(
     ] = None,
 ) -> None:
     """Perplexity of a dtype in Baton's own engine, and how far it is from fp32."""
+    # Before torch is loaded. Compute threads that spin are many times slower on shared cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
 
     from deployments.bench.quality import QualityOptions, measure_file, quality_as_text
 
+    disable_progress_bar()
     options = QualityOptions(
         dtype=dtype,
         max_tokens=tokens,
@@ -268,9 +272,11 @@ def _run(
     from rich.console import Console
 
     from deployments.bench.display import BenchDisplay
+    from deployments.bench.plan import make_plan
     from deployments.bench.report import report_as_json, servers_as_text
     from deployments.bench.run import open_report, run_bench
 
+    plan = make_plan(options, os.environ)
     report = open_report(options, style, targets)
     typer.echo(servers_as_text(report))
     try:
@@ -278,9 +284,9 @@ def _run(
             run_bench(
                 report,
                 options,
+                plan,
                 style,
                 api_key=api_key,
-                environ=os.environ,
                 observer=BenchDisplay(Console(stderr=True), typer.echo),
             )
         )

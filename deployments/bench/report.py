@@ -33,7 +33,8 @@ def point_as_text(point: PointResult) -> str:
     """One load on one server."""
     summary = point.summary
     body = _load_lines(summary) if isinstance(summary, Summary) else _interference_lines(summary)
-    return "\n".join([point.label, *body, _cpu_line(point.cpu)])
+    cut = [f"  lengths of {point.num_cut} requests were cut to a limit"] if point.num_cut else []
+    return "\n".join([point.label, *body, *cut, _cpu_line(point.cpu)])
 
 
 def versus_as_text(result: VersusResult) -> str:
@@ -240,14 +241,14 @@ def _num_failed(summary: Summary | InterferenceSummary) -> int:
 
 def _title(name: str) -> str:
     """`ttft_p50_s` as `TTFT p50, ms`."""
-    stem, unit = name, ""
-    for suffix, shown in (("_per_s", "/s"), ("_share", ", %"), ("_s", ", ms")):
-        if name.endswith(suffix):
-            stem, unit = name.removesuffix(suffix), shown
-            break
+    suffix, unit = next((suffix, unit) for suffix, unit in _UNITS.items() if name.endswith(suffix))
+    stem = name.removesuffix(suffix)
     words = (word.upper() if word in _ACRONYMS else word for word in stem.split("_"))
     return " ".join(words) + unit
 
+
+_UNITS = {"_per_s": "/s", "_share": ", %", "_s": ", ms"}
+"""By the end of a figure's name, of which each has one; the longest first."""
 
 _ACRONYMS = frozenset({"ttft", "itl", "tpot", "e2e"})
 

@@ -18,7 +18,7 @@ from deployments.bench.client import (
 )
 from deployments.bench.cpu import CpuWatch
 from deployments.bench.drive import SystemClock
-from deployments.bench.plan import BenchOptions, make_plan
+from deployments.bench.plan import BenchOptions, Plan
 from deployments.bench.session import Observer, Report, ServerInfo, Session
 from deployments.bench.versus import Side
 from deployments.terminal.client import ApiClient
@@ -53,14 +53,13 @@ def open_report(
 async def run_bench(
     report: Report,
     options: BenchOptions,
+    plan: Plan,
     style: RequestStyle,
     *,
     api_key: str | None,
-    environ: Mapping[str, str],
     observer: Observer,
 ) -> None:
     """Measure the report's servers into it; raises BenchError."""
-    plan = make_plan(options, environ)
     addresses: dict[str, str] = {server.name: server.address for server in report.servers}
     async with contextlib.AsyncExitStack() as stack:
         clients: dict[Side, StreamingClient] = {}

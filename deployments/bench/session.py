@@ -145,9 +145,10 @@ class Session:
         _check_anything_finished(report)
 
     async def _warm_up(self, side: Side) -> None:
-        for index in range(self._options.warmup):
+        for number in range(self._options.warmup):
             request = PlannedRequest(
-                index=index,
+                # From a list's end: a prompt that the server has seen would measure its cache.
+                index=-1 - number,
                 prompt_tokens=self._plan.warm_up.prompt_tokens,
                 output_tokens=self._plan.warm_up.output_tokens,
             )
@@ -161,14 +162,13 @@ class Session:
     async def _measure_both(self, point: Point, number: int, report: Report) -> None:
         rounds: list[tuple[PointResult, PointResult]] = []
         for round_number, order in turns(self._options.rounds):
-            if not self._has_time_for(point):
-                break
             found: dict[Side, PointResult] = {}
             for side in order:
-                run = f"point {number} round {round_number} {side}"
-                found[side] = await self._measure(side, point, run)
+                if self._has_time_for(point):
+                    run = f"point {number} round {round_number} {side}"
+                    found[side] = await self._measure(side, point, run)
             # A round that the deadline cut says nothing about the two.
-            if self._clock.now() < self._deadline_s:
+            if len(found) == len(order) and self._clock.now() < self._deadline_s:
                 rounds.append((found["A"], found["B"]))
         comparisons = compare([(a.summary.figures(), b.summary.figures()) for a, b in rounds])
         result = VersusResult(
