@@ -10,13 +10,13 @@ import os
 import signal
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import httpx
 import pytest
 
-from tests.tools.asking import Ending, ask, make_client
-from tests.tools.baton_server import MODEL, BatonServer
+from tests.tools.asking import Ending, ask, make_client, story_request
+from tests.tools.baton_server import BatonServer
 from tests.tools.scrape import Scrape
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(500)]
@@ -28,22 +28,6 @@ HANG_S = REQUEST_TIMEOUT_S + 30.0
 RESTART_TIMEOUT_S = 180.0
 
 Victim = Literal["Prefill", "Decode"]
-
-
-def prompt(client: int) -> str:
-    """A text of about 20 tokens for even clients; of 200, which prefill computes, for odd ones."""
-    days = [f"Day {day}: the keeper of light {client} saw {day * 3} ships." for day in range(1, 14)]
-    return " ".join(days if client % 2 else days[:1])
-
-
-def body_of(client: int) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "prompt": prompt(client),
-        "max_tokens": 16,
-        "temperature": 0,
-        "stream": client % 4 < 2,
-    }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,7 +53,7 @@ class Load:
 
     async def _loop(self, index: int) -> None:
         while not self.is_over:
-            ending = await ask(self.client, body_of(index))
+            ending = await ask(self.client, story_request(index))
             self.endings.append((index, ending))
             if len({answered for answered, _ in self.endings}) == NUM_CLIENTS:
                 self.all_answered.set()
@@ -116,7 +100,7 @@ async def watch(server: BatonServer, role: Victim, *, killed_pid: int, before: S
 
 async def answers_of(client: httpx.AsyncClient) -> list[str]:
     """The text of each client's request, asked one at a time."""
-    endings = [await ask(client, body_of(index)) for index in range(NUM_CLIENTS)]
+    endings = [await ask(client, story_request(index)) for index in range(NUM_CLIENTS)]
     assert all(ending.is_whole for ending in endings)
     return [ending.text for ending in endings]
 

@@ -10,6 +10,7 @@ import pytest
 
 from deployments.cluster.listeners import listeners, wide_listeners
 from deployments.cluster.processes import MARKER
+from tests.fakes.until import until
 from tests.tools.baton_server import BatonServer
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -22,12 +23,14 @@ with socket.create_server(("0.0.0.0", 0)) as listener:
 """
 
 
-def test_every_listener_of_the_process_tree_is_loopback(baton_server: BatonServer) -> None:
-    found = listeners(baton_server.pid)
+async def test_every_listener_of_the_process_tree_is_loopback(baton_server: BatonServer) -> None:
+    def listens_for_clients() -> bool:
+        """Not for a moment, when a new HAProxy takes over from the one before."""
+        return baton_server.port in {found.port for found in listeners(baton_server.pid)}
 
-    assert baton_server.port in {listener.port for listener in found}
-    prefill = baton_server.replica_pid("Prefill")
-    assert [listener for listener in found if listener.pid == prefill]  # for fetches of KV
+    await until(listens_for_clients)
+    prefill = baton_server.replica_pid("Prefill")  # listens for fetches of KV
+    assert prefill in {found.pid for found in listeners(baton_server.pid)}
     assert wide_listeners(baton_server.pid) == []
 
 

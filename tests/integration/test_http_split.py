@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.tools.asking import ask, make_client, story_request
 from tests.tools.baton_server import MODEL, BatonServer
 from tests.tools.scrape import Scrape
 
@@ -86,3 +88,14 @@ def test_a_short_prompt_is_computed_on_decode_and_nothing_moves(baton_server: Ba
     assert grown(before, after, "baton_prompts_placed_total", place="local") == 1
     assert grown(before, after, "baton_transfer_bytes_total") == 0
     assert grown(before, after, "baton_leases_opened_total") == 0
+
+
+async def test_a_text_does_not_depend_on_what_else_is_served(baton_server: BatonServer) -> None:
+    """INV-SAME: alone, and in whatever batches two of each at once make."""
+    async with make_client(baton_server.base_url, timeout_s=120) as client:
+        requests = [story_request(number) for number in range(8)]
+        alone = [await ask(client, request) for request in requests]
+        together = await asyncio.gather(*(ask(client, request) for request in requests * 2))
+
+    assert all(ending.is_whole for ending in alone)
+    assert [ending.text for ending in together] == [ending.text for ending in alone] * 2

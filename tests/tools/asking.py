@@ -9,7 +9,9 @@ from typing import Any
 
 import httpx
 
-__all__ = ["Ending", "ask", "make_client"]
+from tests.tools.baton_server import MODEL
+
+__all__ = ["Ending", "ask", "make_client", "story_request"]
 
 _PATH = "/v1/completions"
 _DATA = "data: "
@@ -37,6 +39,23 @@ def make_client(base_url: str, *, timeout_s: float) -> httpx.AsyncClient:
     """A client that opens a connection for each request that needs one."""
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(base_url=base_url, timeout=timeout_s, limits=limits)
+
+
+def story_request(number: int) -> dict[str, Any]:
+    """A greedy request; another number gives another text.
+
+    Even ones have a prompt of 15 tokens, odd ones of 209, which prefill computes; two of four are
+    streams. Along these texts the likeliest logit leads by 0.18 or more, so that no rounding
+    changes them.
+    """
+    days = [f"Day {day}: the keeper of light {number} saw {day * 3} ships." for day in range(1, 14)]
+    return {
+        "model": MODEL,
+        "prompt": " ".join(days if number % 2 else days[:1]),
+        "max_tokens": 16,
+        "temperature": 0,
+        "stream": number % 4 < 2,
+    }
 
 
 async def ask(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Ending:
