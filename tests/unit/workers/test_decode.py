@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kv_transfer.transport import PeerLostError
+from kv_transfer.transport import Landed, PeerLostError
 from tests.fakes.model_runner import generate
 from tests.fakes.transport import Fault, FaultKind, FaultyTransport
 from tests.fakes.until import until
@@ -533,6 +533,40 @@ async def test_caller_that_leaves_during_the_fence_ends_the_attempts():
 
         assert len(rig.prefill.requests) == 1
         assert rig.decode.stats()[2].fallback_prompts == 0
+
+
+class LateFence:
+    """A transfer that has failed while its transport may still write."""
+
+    def __init__(self) -> None:
+        self.waiting = asyncio.Event()
+        self.passed = asyncio.Event()
+
+    async def pull(self) -> Landed:
+        raise PeerLostError("the connection has ended")
+
+    async def wait_quiesced(self) -> None:
+        self.waiting.set()
+        await self.passed.wait()
+
+
+async def test_caller_that_leaves_cannot_cut_the_wait_for_the_fence_short(monkeypatch):
+    async with worker_rig() as rig:
+        transfer = LateFence()
+        monkeypatch.setattr(rig.receiver, "transfer", lambda **_order: transfer)
+        client = Client(rig, request_of())
+        await transfer.waiting.wait()
+        client.leave()
+        await client.left()
+        stopping = asyncio.create_task(rig.decode.stop())
+        await until(lambda: not rig.decode.healthy)
+        assert rig.side.pool.counts().quarantined > 0
+        assert not stopping.done()
+        transfer.passed.set()
+        await stopping
+        await rig.settled()
+
+        assert len(rig.prefill.requests) == 1
 
 
 @pytest.mark.parametrize("fault", [(), (Fault(FaultKind.DIE, 2),)], ids=["landed", "lost"])
