@@ -30,8 +30,12 @@ MOONCAKE = """{"timestamp": 3000, "input_length": 700, "output_length": 9, "hash
 """
 
 
-def planned(index: int = 0, prompt_tokens: int = 20, **more: tuple[int, ...]) -> PlannedRequest:
-    return PlannedRequest(index=index, prompt_tokens=prompt_tokens, output_tokens=5, **more)
+def planned(
+    index: int = 0, prompt_tokens: int = 20, block_ids: tuple[int, ...] = ()
+) -> PlannedRequest:
+    return PlannedRequest(
+        index=index, prompt_tokens=prompt_tokens, output_tokens=5, block_ids=block_ids
+    )
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(3, 4), (10, 10)])
