@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -100,9 +101,11 @@ class BatonServer:
     @property
     def instance_id(self) -> str:
         """The marker that each of its processes carries."""
-        settings = Settings(http=HttpSettings(port=self.port))
-        record = instance_directory(settings, os.environ) / "instance.json"
-        return str(json.loads(record.read_text())["instance_id"])
+        return str(json.loads((self._directory / "instance.json").read_text())["instance_id"])
+
+    @property
+    def _directory(self) -> Path:
+        return instance_directory(Settings(http=HttpSettings(port=self.port)), os.environ)
 
     def wait_until_ready(self) -> None:
         """Return once it takes requests; AssertionError with its output if it does not start."""
@@ -134,6 +137,7 @@ class BatonServer:
         assert code == 0, self.log.read_text()
         assert wait_until_ended(processes, timeout_s=0), "processes outlived baton serve"
         assert members(instance_id) == []
+        shutil.rmtree(self._directory)  # the next run has another port: nobody would find its logs
 
     def kill(self) -> None:
         """End the command without a word; its watchdog ends the rest."""
