@@ -19,6 +19,7 @@ from deployments.handles import DecodePool, ask_all
 from deployments.http_app import build_app
 from deployments.metrics import FrontMetrics, WorkerSnapshot
 from deployments.openai.models import ModelCard, SamplingDefaults
+from deployments.process import log_to_stderr
 from deployments.text.chat import ChatEncoder
 from deployments.text.tokenizer import TextTokenizer
 from deployments.version import installed_version
@@ -53,6 +54,7 @@ class Front:
     def __init__(
         self, settings: Settings, decode: DeploymentHandle, prefill: DeploymentHandle | None
     ) -> None:
+        log_to_stderr()
         context = serve.get_replica_context()
         self._front_id = f"front-{context.rank.rank}"
         self._workers = [handle for handle in (decode, prefill) if handle is not None]

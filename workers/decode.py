@@ -10,6 +10,7 @@ leaves before its transfer was VALID (INV-COVER).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -50,6 +51,9 @@ from workers.messages import (
 )
 
 logger = logging.getLogger(__name__)
+
+_LAST_ANSWER_TIMEOUT_S = 2.0
+"""For the prefill worker's word that it holds nothing more; it follows the confirm at once."""
 
 
 class HandoffRefusedError(TransferError):
@@ -244,19 +248,16 @@ class DecodeWorker:
         assert call.sequence_id is not None
         try:
             block_ids = await call.admitted
-            landed = await self._try_prefill_workers(call, block_ids)
+            is_published = await self._try_prefill_workers(call, block_ids)
         except Exception as error:  # a bug here must end this request, visibly
             logger.exception("hand-off broke request_id=%s", call.request.request_id)
             call.outbox.put_nowait(_failed(call.request, WorkerError(f"hand-off: {error!r}")))
             self._engine.cancel(call.sequence_id)
             return
-        if landed is None:
+        if not is_published:
             self._placed["fallback"] += 1
             call.prefilled_by = self._me.worker_id
             self._engine.prefill_here(call.sequence_id)
-        else:
-            self._placed["remote"] += 1
-            self._engine.publish(call.sequence_id, landed.first.token_id)
 
     def _on_handoff_ended(self, call: _Call, driver: asyncio.Task[None]) -> None:
         """Give the engine the word that an ended sequence's blocks wait for.
@@ -268,15 +269,13 @@ class DecodeWorker:
         if not call.is_written_to:
             self._engine.fence(call.sequence_id)
 
-    async def _try_prefill_workers(
-        self, call: _Call, block_ids: tuple[BlockId, ...]
-    ) -> Landed | None:
-        """Try a few prefill workers; None when none of them could do it."""
+    async def _try_prefill_workers(self, call: _Call, block_ids: tuple[BlockId, ...]) -> bool:
+        """Try a few prefill workers; whether one of them did it, and the sequence decodes."""
         for epoch in range(self._config.attempts):
             if self._clock() < self._rest_until:
-                return None
+                break
             try:
-                return await self._pull_once(call, block_ids, epoch)
+                await self._pull_once(call, block_ids, epoch)
             except TransferError as error:
                 self._failures[type(error).__name__] += 1
                 logger.warning(
@@ -286,10 +285,12 @@ class DecodeWorker:
                     type(error).__name__,
                     error,
                 )
-        return None
+            else:
+                return True
+        return False
 
-    async def _pull_once(self, call: _Call, block_ids: tuple[BlockId, ...], epoch: int) -> Landed:
-        """One attempt with one prefill worker; on failure returns only after the fence."""
+    async def _pull_once(self, call: _Call, block_ids: tuple[BlockId, ...], epoch: int) -> None:
+        """One attempt with one prefill worker: publishes, or raises, then only after the fence."""
         assert self._prefill is not None
         assert self._receiver is not None
         request = call.request
@@ -315,9 +316,16 @@ class DecodeWorker:
             )
             landed = await self._land(call, transfer)
             call.prefilled_by = accepted.peer.worker_id
-            return landed
+            self._publish(call, landed)
+            await _read_to_end(answers)
         finally:
             await _close(answers)
+
+    def _publish(self, call: _Call, landed: Landed) -> None:
+        """Let the sequence decode: everything of its prompt is here, confirmed."""
+        assert call.sequence_id is not None
+        self._placed["remote"] += 1
+        self._engine.publish(call.sequence_id, landed.first.token_id)
 
     async def _land(self, call: _Call, transfer: IncomingTransfer) -> Landed:
         """Pull; whatever goes wrong, the destination stays in quarantine until the fence."""
@@ -382,6 +390,14 @@ async def _finish_despite_cancel(waiting: Coroutine[object, object, None]) -> No
     task.result()
     if interruption is not None:
         raise interruption
+
+
+async def _read_to_end(answers: AsyncIterator[PrefillEvent]) -> None:
+    """Let a call that has served its purpose end by itself: it is not to count as cancelled."""
+    with contextlib.suppress(TimeoutError, TransferError):
+        async with asyncio.timeout(_LAST_ANSWER_TIMEOUT_S):
+            async for _ in answers:
+                pass
 
 
 async def _close(answers: AsyncIterator[PrefillEvent]) -> None:

@@ -378,8 +378,8 @@ class Stage:
         self._ask()
         await self.rig.transport.faulty.wait_closing()
 
-    async def landed(self) -> None:
-        """VALID; the call to the prefill worker has not been closed."""
+    async def closing(self) -> None:
+        """VALID and published; the call to the prefill worker has not ended."""
 
         closing = asyncio.Event()
 
@@ -419,7 +419,7 @@ class Stage:
         self.client = Client(self.rig, request_of(timeout_s=FOREVER_S))
 
 
-PHASES = ("queued", "asking", "computing", "fetching", "fencing", "landed", "decoding")
+PHASES = ("queued", "asking", "computing", "fetching", "fencing", "closing", "decoding")
 
 
 @asynccontextmanager
@@ -476,7 +476,7 @@ async def test_stop_ends_the_request_with_a_reply(phase):
         assert len(stage.rig.prefill.requests) <= 1
 
 
-@pytest.mark.parametrize("phase", ["asking", "computing", "fetching", "fencing", "landed"])
+@pytest.mark.parametrize("phase", ["asking", "computing", "fetching", "fencing"])
 async def test_engine_that_fails_ends_the_hand_off(phase):
     async with stage_at(phase) as stage:
         rig = stage.rig
