@@ -36,7 +36,13 @@ SERVED: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {**_GROUPED, "head_dim": 24},
     "mistral": {**_GROUPED, "sliding_window": WINDOW},
     "mixtral": {**_GROUPED, "num_local_experts": 4},
-    "gemma2": {**_GROUPED, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16},
+    "gemma2": {
+        **_GROUPED,
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 2.0,
+    },
     "gemma3_text": {
         **_GROUPED,
         "head_dim": 16,

@@ -116,13 +116,13 @@ class _Chunk:
 class TorchCpuBackend:
     """`AttentionBackend` over one `KVCache` in host memory; used by one thread at a time."""
 
-    def __init__(self, kv_cache: KVCache) -> None:
-        """Attend over this cache."""
+    def __init__(self, kv_cache: KVCache, *, max_gather_bytes: int = _MAX_GATHER_BYTES) -> None:
+        """Attend over this cache, gathering at most about max_gather_bytes for several rows."""
         self._cache = kv_cache
         self._layout = kv_cache.layout
         self._scratch = kv_cache.block_rows.new_empty(0, kv_cache.block_rows.shape[1])
         bytes_per_token = self._layout.bytes_per_token // self._layout.num_layers
-        self._max_group_tokens = _MAX_GATHER_BYTES // bytes_per_token
+        self._max_group_tokens = max_gather_bytes // bytes_per_token
         self._writes: tuple[torch.Tensor, ...] = ()
         self._groups: tuple[_DecodeGroup, ...] = ()
         self._chunks: tuple[_Chunk, ...] = ()

@@ -63,11 +63,11 @@ def reference(q, k, v, *, window=None, softcap=None, sinks=None):
 class World:
     """A poisoned cache, a backend, and by sequence and layer all K and V that there were so far."""
 
-    def __init__(self, num_sequences, dtype=torch.float32, blocks_each=40, seed=0):
+    def __init__(self, num_sequences, dtype=torch.float32, blocks_each=40, seed=0, **options):
         self.dtype = dtype
         self.random = torch.Generator().manual_seed(seed)
         self.cache = KVCache(make_layout(dtype), num_sequences * blocks_each, poison=True)
-        self.backend = TorchCpuBackend(self.cache)
+        self.backend = TorchCpuBackend(self.cache, **options)
         order = torch.randperm(self.cache.num_blocks, generator=self.random).tolist()
         self.tables = [order[i::num_sequences] for i in range(num_sequences)]
         empty = torch.empty(0, KV_HEADS, HEAD_DIM, dtype=dtype)
@@ -156,6 +156,13 @@ def test_decodes_of_very_unequal_length_match_attention_written_out(prompts):
     """They attend in groups by length, whatever their order in the step."""
     world = World(4)
     for lengths in [prompts, (1, 1, 1, 1), (1, 1, 1, 1)]:
+        assert_same(world.run(lengths))
+
+
+@pytest.mark.parametrize("max_gather_bytes", [0, 3000, 6000])
+def test_decodes_in_several_small_gathers_match_attention_written_out(max_gather_bytes):
+    world = World(5, max_gather_bytes=max_gather_bytes)
+    for lengths in [(9, 2, 17, 10, 11), (1, 1, 1, 1, 1), (1, 1, 1, 1, 1)]:
         assert_same(world.run(lengths))
 
 
