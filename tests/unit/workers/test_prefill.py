@@ -18,6 +18,7 @@ from tests.fakes.until import until
 from tests.fakes.worker_rig import BLOCK_SIZE, ByteModelRunner, Rig, RigConfig, worker_rig
 from workers.engine.sampling_params import SamplingParams
 from workers.engine.sequence import SequenceStatus
+from workers.engine.step import StepPlan
 from workers.messages import (
     FailureCode,
     PrefillAccepted,
@@ -135,17 +136,18 @@ async def test_prompt_is_granted_whole_with_its_first_token(num_tokens):
 
 async def test_blocks_are_granted_before_the_prompt_is_whole():
     async with bench() as made:
-        held_at = []
+        begun: list[int] = []
 
-        def hold_second(plan) -> None:
-            held_at.append(plan.step_id)
-            if len(held_at) == 2:
+        def hold_second(plan: StepPlan) -> None:
+            if begun:
                 made.runner.hold()
+            begun.append(plan.step_id)
 
         made.runner.on_execute = hold_second
         answers = made.ask()
         transfer = made.incoming(await made.accepted(answers))
         pulling = asyncio.create_task(transfer.pull())
+        await until(lambda: len(begun) == 2)
         await until(lambda: made.rig.side.runner.read([0, 1], 8) == list(PROMPT[:8]))
         assert not pulling.done()
         made.runner.let_go()
