@@ -26,6 +26,8 @@ class WatchedTransport:
         self.capabilities = base.capabilities
         self.base = base
         self.num_sessions = 0
+        self.connected = threading.Event()
+        """Set when a session is open."""
         self.fetching = threading.Event()
         """Set when a session has begun to fetch."""
         self.violations: list[str] = []
@@ -55,7 +57,9 @@ class WatchedTransport:
             faults = self._faults_of(number)
             base.faults = {f.piece: f.kind for f in faults if f.kind not in DAMAGES}
             base.damages = {f.piece: f.kind for f in faults if f.kind in DAMAGES}
-        return _WatchedSession(self, await base.connect(memory, peer, key, me), key)
+        session = await base.connect(memory, peer, key, me)
+        self.connected.set()
+        return _WatchedSession(self, session, key)
 
     def begins(self, key: TransferKey, block_ids: Sequence[BlockId]) -> None:
         """A session may write to these blocks from now on."""

@@ -139,7 +139,7 @@ async def test_blocks_are_granted_before_the_prompt_is_whole():
         begun: list[int] = []
 
         def hold_second(plan: StepPlan) -> None:
-            if begun:
+            if len(begun) == 1:
                 made.runner.hold()
             begun.append(plan.step_id)
 
@@ -248,7 +248,7 @@ async def test_reader_that_releases_is_done():
         answers = made.ask()
         transfer = made.incoming(await made.accepted(answers))
         pulling = asyncio.create_task(transfer.pull())
-        await until(lambda: made.rig.receiver.stats().active == 1)
+        await until(made.rig.transport.connected.is_set)
         transfer.release()
         assert await made.outcome(answers) in ("released", "peer_lost")
         await asyncio.wait({pulling})
