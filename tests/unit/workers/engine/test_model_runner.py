@@ -263,17 +263,23 @@ def make_info(model) -> ModelInfo:
 
 
 @pytest.fixture
+def own_model():
+    """One that a test may give away: build lays its weights out anew."""
+    return make_model("llama", SERVED["llama"])
+
+
+@pytest.fixture
 def same_threads():
     threads = torch.get_num_threads()
     yield threads
     torch.set_num_threads(threads)
 
 
-def test_build_makes_a_checked_runner_over_a_pool_of_the_size_asked_for(model, same_threads):
+def test_build_makes_a_checked_runner_over_a_pool_of_the_size_asked_for(own_model, same_threads):
     runner, kv_cache = build_runner(
-        model,
-        info=make_info(model),
-        layout=layout_of(model, block_size=BLOCK_SIZE),
+        own_model,
+        info=make_info(own_model),
+        layout=layout_of(own_model, block_size=BLOCK_SIZE),
         num_blocks=24,
         dtype=torch.float32,
         threads=1,
@@ -285,21 +291,21 @@ def test_build_makes_a_checked_runner_over_a_pool_of_the_size_asked_for(model, s
     assert torch.isfinite(kv_cache.layer(0)[0][0, :3]).all()
 
 
-def test_build_loads_a_model_directory(model, tmp_path, same_threads):
-    model.save_pretrained(tmp_path)
+def test_build_loads_a_model_directory(own_model, tmp_path, same_threads):
+    own_model.save_pretrained(tmp_path)
 
     runner, _ = build_runner(
         tmp_path,
-        info=make_info(model),
-        layout=layout_of(model, block_size=BLOCK_SIZE),
+        info=make_info(own_model),
+        layout=layout_of(own_model, block_size=BLOCK_SIZE),
         num_blocks=24,
         dtype=torch.float32,
         threads=same_threads,
     )
 
     own = RaggedModelRunner(
-        model,
-        TorchCpuBackend(KVCache(layout_of(model, block_size=BLOCK_SIZE), 24)),
+        own_model,
+        TorchCpuBackend(KVCache(layout_of(own_model, block_size=BLOCK_SIZE), 24)),
         block_size=BLOCK_SIZE,
     )
     plan = step(share(0, [5, 6, 7]))
@@ -322,12 +328,12 @@ def test_build_refuses_a_window_in_which_rotary_frequencies_change(same_threads)
         build_runner(model, **common, threads=same_threads, max_model_len=65)
 
 
-def test_build_refuses_a_pool_of_another_dtype(model, same_threads):
+def test_build_refuses_a_pool_of_another_dtype(own_model, same_threads):
     with pytest.raises(ValueError, match=r"computes in torch.bfloat16, its KV layout says float32"):
         build_runner(
-            model,
-            info=make_info(model),
-            layout=layout_of(model, block_size=BLOCK_SIZE),
+            own_model,
+            info=make_info(own_model),
+            layout=layout_of(own_model, block_size=BLOCK_SIZE),
             num_blocks=4,
             dtype=torch.bfloat16,
             threads=same_threads,
