@@ -18,6 +18,8 @@ from workers.engine.sampling_params import SamplingParams
 
 __all__ = ["SamplingRow", "sample", "uniforms"]
 
+_GREEDY_BELOW = 1e-5
+"""Temperatures under it are 0; vLLM draws the line at the same place."""
 _WIDTHS = (256, 4096)
 """How many of the likeliest tokens are looked at before all of them are: sorting a vocabulary costs
 as much as a small model's whole step."""
@@ -67,7 +69,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int | None
     Filters apply in the order of transformers' `generate`: temperature, top-k, top-p of what top-k
     left, min-p. Of tokens that are equally likely the lower ids are kept. Before anything else, the
     stop tokens of a row below its min_tokens are made impossible (in `logits`, if it is fp32). A
-    temperature of 0 takes the likeliest token.
+    temperature below 1e-5 takes the likeliest token: in fp32 a smaller one divides by zero.
     """
     if not rows:
         return []
@@ -118,7 +120,7 @@ def _draws(
     chosen = [
         index
         for index, row in enumerate(rows)
-        if row.params.temperature > 0 and math.isfinite(max_logits[index])
+        if row.params.temperature >= _GREEDY_BELOW and math.isfinite(max_logits[index])
     ]
     numbers = uniforms(
         [rows[index].params.seed for index in chosen], [rows[index].position for index in chosen]

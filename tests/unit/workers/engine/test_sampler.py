@@ -199,12 +199,25 @@ def test_greedy_takes_the_likeliest_token_and_of_equals_the_first():
     assert sample(logits, [row(temperature=0.0), row(temperature=0.0)]) == [1, 0]
 
 
-def test_a_tiny_temperature_is_greedy():
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+@pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-45, 1e-38, 1e-6])
+def test_a_tiny_temperature_is_greedy(temperature, filters):
+    """In fp32 the smallest of them are 0, and 0/0 would make an id outside the vocabulary."""
     logits = make_logits(3, 500)
 
-    drawn = sample(logits.clone(), [row(i, temperature=1e-300, top_p=0.9) for i in range(3)])
+    drawn = sample(logits.clone(), [row(i, temperature=temperature, **filters) for i in range(3)])
 
     assert drawn == logits.argmax(dim=1).tolist()
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}])
+@pytest.mark.parametrize("temperature", [1e-5, 1e-3, 1e30])
+def test_an_extreme_temperature_draws_from_the_vocabulary(temperature, filters):
+    logits = make_logits(3, 500)
+
+    drawn = sample(logits.clone(), [row(i, temperature=temperature, **filters) for i in range(3)])
+
+    assert all(token_id is not None and 0 <= token_id < 500 for token_id in drawn)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
