@@ -196,7 +196,7 @@ class LimitSettings(_Group):
 
     default_max_tokens: Count = 1024
     """Output tokens of a request that names none; less where the window has less room."""
-    max_choices: Count = 16
+    max_choices: Annotated[int, Field(ge=1, le=128)] = 16
     """The largest n."""
 
 

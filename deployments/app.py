@@ -17,9 +17,6 @@ from deployments.decode import Decode
 from deployments.front import Front
 from deployments.prefill import Prefill
 
-APP_NAME = "baton"
-IMPORT_PATH = "deployments.app:build"
-
 _ONGOING_PER_FRONT = 1024
 _CPUS_PER_REPLICA = 0.1
 """What Ray books, not what is used: threads are planned by `workers.planning`."""

@@ -52,6 +52,10 @@ class Decode:
             samples=decode_samples(self._worker),
         )
 
+    async def drain(self, timeout_s: float) -> None:
+        """See `DecodeWorker.drain`; every request ends with a reply before the service goes."""
+        await self._worker.drain(timeout_s=timeout_s)
+
     async def check_health(self) -> None:
         """Called by Serve, which replaces the replica when it raises."""
         if not self._worker.healthy:

@@ -18,7 +18,8 @@ wait that long for the loop whenever the step is between two operators."""
 
 def log_to_stderr() -> None:
     """Write our packages' log lines to the process's log, where Ray keeps them; safe to repeat."""
-    handler = logging.StreamHandler()
+    # Serve puts an object of its own at sys.stderr, which keeps lines back by the thousand.
+    handler = logging.StreamHandler(sys.__stderr__)
     handler.setFormatter(logging.Formatter(_LOG_FORMAT))
     for name in _OUR_PACKAGES:
         package_logger = logging.getLogger(name)

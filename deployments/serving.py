@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,20 @@ from deployments.terminal.check import plan_for_host
 from workers.models.store import default_cache_dir
 from workers.planning import enforce
 
+logger = logging.getLogger(__name__)
+
+APP_NAME = "baton"
+
 __all__ = ["instance_directory", "serve", "serve_config"]
 
 _DEPLOY_TIMEOUT_S = 300.0
 _READY_TIMEOUT_S = 30.0
 _POLL_S = 0.1
+_DRAIN_S = 5.0
+"""What is still running after it ends with an error that its client sees."""
+_DRAIN_MARGIN_S = 5.0
+_LAST_REPLIES_S = 0.3
+"""From the workers' last word to the clients: Front and HAProxy pass it on in milliseconds."""
 
 
 def serve(settings: Settings) -> None:
@@ -40,12 +51,14 @@ def serve(settings: Settings) -> None:
     )
     _say(f"Serving {settings.model.served_name} with {workers}; starting Ray ...")
     directory = instance_directory(settings, os.environ)
-    with LocalCluster(directory, host=settings.http.host, port=settings.http.port) as cluster:
+    with (
+        LocalCluster(directory, host=settings.http.host, port=settings.http.port) as cluster,
+        _draining(cluster),
+    ):
         cluster.deploy(serve_config(settings), timeout_s=_DEPLOY_TIMEOUT_S)
         _wait_until_ready(cluster.url)
         _say(_welcome(cluster.url, settings.model.served_name, time.monotonic() - started))
         cluster.wait()
-        _say("Stopping ...")
     _say("Stopped.")
 
 
@@ -55,7 +68,7 @@ def serve_config(settings: Settings) -> dict[str, Any]:
         "http_options": {"host": settings.http.host, "port": settings.http.port},
         "applications": [
             {
-                "name": "baton",
+                "name": APP_NAME,
                 "route_prefix": "/",
                 "import_path": "deployments.app:build",
                 "args": {"settings": settings.model_dump(mode="json")},
@@ -82,8 +95,34 @@ def _wait_until_ready(url: str) -> None:
     raise ClusterError(f"{url}/ready did not answer 200 within {_READY_TIMEOUT_S:g} s")
 
 
+@contextlib.contextmanager
+def _draining(cluster: LocalCluster) -> Iterator[None]:
+    """At the end, have every request end with a reply, while there is a way back for it."""
+    try:
+        yield
+    finally:
+        if _serves(cluster):
+            _say(f"Stopping; running requests have {_DRAIN_S:g} s to finish ...")
+            _drain(cluster)
+
+
+def _serves(cluster: LocalCluster) -> bool:
+    """Whether there is a decode worker that may have requests."""
+    deployments = [item for app in cluster.status().applications for item in app.deployments]
+    return any(item.name == "Decode" and item.num_running for item in deployments)
+
+
+def _drain(cluster: LocalCluster) -> None:
+    try:
+        cluster.ask_all(APP_NAME, "Decode", "drain", _DRAIN_S, timeout_s=_DRAIN_S + _DRAIN_MARGIN_S)
+    except Exception as error:  # noqa: BLE001  # no failure may keep the service from stopping
+        logger.warning("not drained error=%r", error)
+    time.sleep(_LAST_REPLIES_S)
+
+
 def _welcome(url: str, model: str, seconds: float) -> str:
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    message = '{"role": "user", "content": "What is 2+2?"}'
+    body = f'{{"model": "{model}", "messages": [{message}], "temperature": 0}}'
     return (
         f"Ready after {seconds:.1f} s at {url} (metrics: {url}/metrics). Try:\n\n"
         f"  curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"

@@ -34,7 +34,7 @@ from workers.engine.events import (
 from workers.engine.loop import Engine, EngineStats
 from workers.engine.sequence import SequenceMode
 from workers.engine.step import SequenceId
-from workers.errors import WorkerError
+from workers.errors import WorkerError, WorkerStoppingError
 from workers.failures import failure_code_of
 from workers.messages import (
     Failed,
@@ -132,6 +132,9 @@ class DecodeWorker:
         self._prefill = prefill
         self._clock = clock
         self._drivers: set[asyncio.Task[None]] = set()
+        self._num_calls = 0
+        self._is_draining = False
+        self._all_served = asyncio.Event()
         self._rest_until = 0.0
         self._placed: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
@@ -151,6 +154,15 @@ class DecodeWorker:
         self._engine.start()
         if self._receiver is not None:
             await self._receiver.start()
+
+    async def drain(self, *, timeout_s: float) -> None:
+        """Take nothing more, let what runs finish for a while, fail the rest, and stop."""
+        self._is_draining = True
+        if self._num_calls > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._all_served.wait()
+        await self.stop()
 
     async def stop(self) -> None:
         """Fail what is left and take nothing more; returns after every fence. Safe to repeat."""
@@ -183,6 +195,7 @@ class DecodeWorker:
         except WorkerError as error:
             yield _failed(request, error)
             return
+        self._num_calls += 1
         try:
             while True:
                 event = await call.outbox.get()
@@ -192,10 +205,15 @@ class DecodeWorker:
         finally:
             assert call.sequence_id is not None
             self._engine.cancel(call.sequence_id)  # without effect if it has ended
+            self._num_calls -= 1
+            if self._is_draining and self._num_calls == 0:
+                self._all_served.set()
 
     def _admit(self, call: _Call) -> None:
         """Queue the sequence for its reservation; it costs nothing yet."""
         request = call.request
+        if self._is_draining:
+            raise WorkerStoppingError("the worker is draining: it takes no new requests")
         remote = self._is_remote(len(request.prompt_token_ids))
         call.sequence_id = self._engine.submit(
             prompt_token_ids=request.prompt_token_ids,

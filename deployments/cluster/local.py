@@ -235,6 +235,15 @@ class LocalCluster:
             applications=tuple(_application_state(n, a) for n, a in applications.items()),
         )
 
+    def ask_all(
+        self, application: str, deployment: str, method: str, *arguments: Any, timeout_s: float
+    ) -> list[Any]:
+        """What every replica of a deployment answers to a method; TimeoutError if one is late."""
+        answers: list[Any] = self._ray_node.ask_all_replicas(
+            application, deployment, method, *arguments, timeout_s=timeout_s
+        )
+        return answers
+
     def wait(self) -> None:
         """Block until SIGINT or SIGTERM, then return; ClusterDiedError if Ray ends before."""
         try:

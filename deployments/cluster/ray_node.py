@@ -6,7 +6,8 @@ An upgrade of Ray looks here first. Private names in use:
                   attributes, Ray just runs its optional processes), serve_start and
                   ServeControllerClient with its _controller (what `serve run config.yaml` itself
                   uses), _set_global_client, the controller's name and graceful_shutdown, the
-                  driver's _global_node, AuthenticationTokenLoader.reset_cache
+                  driver's _global_node, AuthenticationTokenLoader.reset_cache,
+                  DeploymentHandle._init (the loop that its router runs on)
     worker_hook   ray._common.tls_utils.add_port_to_grpc_server, as used by serve's replica
     environment   RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, __RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR
     haproxy       the section name `http_frontend` and the form of bind lines in Ray's template
@@ -14,6 +15,7 @@ An upgrade of Ray looks here first. Private names in use:
 Import only after `environment.prepare_environment()`.
 """
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -99,6 +101,24 @@ def _is_controller_alive() -> bool:
     return SERVE_CONTROLLER_NAME in {
         actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)
     }
+
+
+def ask_all_replicas(
+    application: str, deployment: str, method: str, *arguments: Any, timeout_s: float
+) -> list[Any]:
+    """What every replica answers; an exception in the place of an answer that failed."""
+
+    async def ask() -> list[Any]:
+        handle = serve.get_deployment_handle(deployment, application)
+        # In throughput mode a handle would live on this loop, and outlive it.
+        handle._init(_run_router_in_separate_loop=True)
+        answers = handle.broadcast(method, *arguments)
+        results: list[Any] = await answers.results_async(
+            timeout_s=timeout_s, return_exceptions=True
+        )
+        return results
+
+    return asyncio.run(ask())
 
 
 def serve_status() -> Any:

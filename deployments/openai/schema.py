@@ -32,7 +32,8 @@ Prompt = str | tuple[int, ...]
 """Text, or the token ids of it."""
 
 MAX_STOPS = 16
-MAX_CHOICES = 16
+MAX_CHOICES = 128
+"""Of any server; `limits.max_choices` is that of one."""
 _INT32_MAX = 2**31 - 1
 _INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 

@@ -592,3 +592,34 @@ async def test_time_left_bounds_what_prefill_is_asked_for():
         await assert_served(Client(rig, request_of(timeout_s=6.0)))
         await assert_served(Client(rig, request_of()))
         assert [request.timeout_s for request in rig.prefill.requests] == [6.0, 20.0]
+
+
+async def test_drain_lets_what_runs_finish_and_takes_nothing_more():
+    async with stage_at("decoding") as stage:
+        draining = asyncio.create_task(stage.rig.decode.drain(timeout_s=FOREVER_S))
+        await asyncio.sleep(0)
+        refused = await Client(stage.rig, request_of(number=1)).failed()
+        stage.open()
+        await assert_served(stage.client)
+        await draining
+
+        assert refused.code is FailureCode.WORKER_STOPPING
+        assert not stage.rig.decode.healthy
+
+
+async def test_drain_fails_what_does_not_finish_in_time():
+    async with stage_at("asking") as stage:
+        draining = asyncio.create_task(stage.rig.decode.drain(timeout_s=0.01))
+        failed = await stage.client.failed()
+        stage.open()
+        await draining
+        await stage.rig.settled()
+
+        assert failed.code is FailureCode.WORKER_STOPPING
+
+
+async def test_drain_of_an_idle_worker_stops_it_at_once():
+    async with worker_rig() as rig:
+        await rig.decode.drain(timeout_s=FOREVER_S)
+
+        assert not rig.decode.healthy
