@@ -9,7 +9,7 @@ import torch
 from kv_transfer.geometry import KVLayout
 from workers.engine.attention.torch_cpu import TorchCpuBackend
 from workers.engine.kv_cache import KVCache, torch_dtype
-from workers.engine.linear import pack_linears
+from workers.engine.linear import pack_head
 from workers.engine.model_runner import RaggedModelRunner
 from workers.engine.self_check import check_model
 from workers.models.loading import ModelInfo, load_weights
@@ -29,8 +29,8 @@ def build_runner(
 ) -> tuple[RaggedModelRunner, KVCache]:
     """A checked runner and the pool that it reads and writes.
 
-    `model` is a directory, or loaded already, and then is the runner's from here on: its linear
-    layers are laid out anew. It computes in `dtype`, as the pool does. The check covers
+    `model` is a directory, or loaded already, and then is the runner's from here on: its head is
+    replaced by a faster one. It computes in `dtype`, as the pool does. The check covers
     max_model_len tokens, by default all that the model can. Sets the process's number of compute
     threads. Raises `UnsupportedModelError` if the model's architecture cannot be
     run this way, `ModelError` if it cannot be loaded.
@@ -41,7 +41,7 @@ def build_runner(
     if isinstance(model, Path):
         model = load_weights(model, dtype=dtype, device="cpu", attn_implementation="eager")
     check_model(model, layout, max_model_len=max_model_len or info.context_length)
-    pack_linears(model)
+    pack_head(model)
     kv_cache = KVCache(layout, num_blocks)
     backend = TorchCpuBackend(kv_cache)
     return RaggedModelRunner(model, backend, block_size=layout.block_size), kv_cache

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from workers.engine.linear import PackedLinear, pack_linears
+from tests.fakes.tiny_models import SERVED, make_model
+from workers.engine.linear import PackedLinear, pack_head
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -21,48 +22,47 @@ def test_a_packed_layer_shows_its_weight():
     assert torch.equal(PackedLinear(linear).weight, linear.weight)
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(20, 16)
-        self.body = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
-        self.head = nn.Linear(16, 20, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        return self.head(self.body(self.embedding(ids)))
+@pytest.fixture(params=["llama", "gpt_neox"])
+def model(request):
+    return make_model(request.param, SERVED[request.param])
 
 
-def test_every_linear_layer_is_packed_and_a_tied_embedding_stays():
-    model = Tied()
-    ids = torch.arange(20)
+def test_a_packed_head_gives_the_logits_of_the_plain_one(model):
+    ids = torch.arange(20).unsqueeze(0)
     with torch.inference_mode():
-        before = model(ids)
+        before = model(input_ids=ids).logits
 
-        assert pack_linears(model) == 3
-        assert not any(type(module) is nn.Linear for module in model.modules())
-        torch.testing.assert_close(model(ids), before, rtol=1e-4, atol=1e-5)
-
-
-def test_half_precision_is_left_alone():
-    model = Tied().bfloat16()
-
-    assert pack_linears(model) == 0
-    assert type(model.head) is nn.Linear
+        assert pack_head(model)
+        assert type(model.get_output_embeddings()) is PackedLinear
+        torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-4, atol=1e-5)
 
 
-def test_a_layer_whose_packed_product_is_wrong_is_left_alone(monkeypatch):
-    model = Tied()
+def test_an_embedding_that_shares_its_weight_with_the_head_stays():
+    model = make_model("llama", {**SERVED["llama"], "tie_word_embeddings": True})
+    shared = model.get_output_embeddings().weight
+
+    assert pack_head(model)
+    assert model.get_input_embeddings().weight is shared
+
+
+def test_half_precision_is_left_alone(model):
+    model = model.bfloat16()
+
+    assert not pack_head(model)
+    assert type(model.get_output_embeddings()) is nn.Linear
+
+
+def test_a_head_whose_packed_product_is_wrong_is_left_alone(model, monkeypatch):
     monkeypatch.setattr(PackedLinear, "forward", lambda self, rows: rows @ self.weight.T * 1.1)
 
-    assert pack_linears(model) == 0
+    assert not pack_head(model)
+    assert type(model.get_output_embeddings()) is nn.Linear
 
 
-def test_layers_are_left_alone_where_torch_cannot_pack(monkeypatch):
+def test_the_head_is_left_alone_where_torch_cannot_pack(model, monkeypatch):
     def missing(self, linear):
         raise AttributeError("no such operation")
 
-    model = Tied()
     monkeypatch.setattr(PackedLinear, "__init__", missing)
 
-    assert pack_linears(model) == 0
+    assert not pack_head(model)
