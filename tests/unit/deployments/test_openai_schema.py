@@ -115,7 +115,7 @@ BAD_VALUES = [
     ("stop_token_ids", 5),
     ("ignore_eos", 1),
     ("n", 0),
-    ("n", 17),
+    ("n", 129),
     ("n", True),
     ("stream", "true"),
     ("stream", 1),
@@ -144,7 +144,7 @@ GOOD_VALUES = [
     ("seed", 2**63 - 1),
     ("seed", -(2**63)),
     ("stop_token_ids", [0]),
-    ("n", 16),
+    ("n", 128),
     ("priority", -100),
     ("stream", False),
 ]
