@@ -14,7 +14,6 @@ from deployments.handles import PrefillPool
 from deployments.metrics import WorkerSnapshot
 from deployments.process import prepare_engine_process
 from deployments.worker_metrics import decode_samples
-from workers.assembly import build_decode_worker
 from workers.messages import GenerateEvent, GenerateRequest
 
 
@@ -24,6 +23,9 @@ class Decode:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: Settings, prefill: DeploymentHandle | None = None
     ) -> None:
+        # Imported here: torch takes seconds, and who builds the application does without.
+        from workers.assembly import build_decode_worker
+
         prepare_engine_process()
         worker_id = f"decode-{serve.get_replica_context().rank.rank}"
         self._worker = await asyncio.to_thread(

@@ -12,7 +12,6 @@ from configs.schema import Settings
 from deployments.metrics import WorkerSnapshot
 from deployments.process import at_own_address, prepare_engine_process
 from deployments.worker_metrics import prefill_samples
-from workers.assembly import build_prefill_worker
 from workers.messages import PrefillEvent, PrefillRequest
 
 
@@ -20,6 +19,9 @@ class Prefill:
     """One replica = one prefill worker."""
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
+        # Imported here: torch takes seconds, and who builds the application does without.
+        from workers.assembly import build_prefill_worker
+
         prepare_engine_process()
         worker_id = f"prefill-{serve.get_replica_context().rank.rank}"
         self._worker = await asyncio.to_thread(
