@@ -157,6 +157,8 @@ class TorchCpuBackend:
         scoring = _Scoring(scale, sliding_window, softcap, sinks)
         if not self._chunks and len(self._groups) == 1:
             return self._decode(layer_index, self._groups[0], q, scoring)
+        if not self._groups and len(self._chunks) == 1:
+            return self._extend(layer_index, self._chunks[0], (q, k, v), scoring)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self._groups:
             out[group.rows] = self._decode(layer_index, group, q[group.rows], scoring)
