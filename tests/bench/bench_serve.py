@@ -39,8 +39,6 @@ from workers.decode import DecodeWorker
 from workers.engine.sampling_params import SamplingParams
 from workers.messages import GenerateRequest, TokenFrame
 
-PROMPT_TOKENS = 64
-OUTPUT_TOKENS = 64
 OVERRIDES = ("model.max_model_len=2048", "decode.engine.threads=1")
 
 
@@ -129,12 +127,12 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-async def ask_engine(worker: DecodeWorker, prompt: tuple[int, ...]) -> Timing:
+async def ask_engine(worker: DecodeWorker, prompt: tuple[int, ...], tokens: int) -> Timing:
     """One request to the engine in this process."""
     request = GenerateRequest(
         request_id="bench",
         prompt_token_ids=prompt,
-        sampling=SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0),
+        sampling=SamplingParams(max_tokens=tokens, temperature=0.0),
     )
     cpu = time.process_time()
     started = time.monotonic()
@@ -146,12 +144,14 @@ async def ask_engine(worker: DecodeWorker, prompt: tuple[int, ...]) -> Timing:
     return _timing(started, times, time.process_time() - cpu)
 
 
-async def ask_server(client: httpx.AsyncClient, server: Server, prompt: tuple[int, ...]) -> Timing:
+async def ask_server(
+    client: httpx.AsyncClient, server: Server, prompt: tuple[int, ...], tokens: int
+) -> Timing:
     """The same request over HTTP."""
     body = {
         "model": "smollm2-135m",
         "prompt": list(prompt),
-        "max_tokens": OUTPUT_TOKENS,
+        "max_tokens": tokens,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
@@ -172,7 +172,7 @@ def _timing(started: float, times: list[float], cpu_s: float) -> Timing:
     return Timing(ttft_s=times[0] - started, gaps_s=gaps, cpu_s=cpu_s)
 
 
-async def measure_added(rounds: int) -> None:
+async def measure_added(rounds: int, prompt_tokens: int, output_tokens: int) -> None:
     """Engine and server in turns; prints medians and their difference."""
     prepare_engine_process()
     settings = load("colocated", environ=os.environ, overrides=OVERRIDES)
@@ -184,20 +184,21 @@ async def measure_added(rounds: int) -> None:
         with serving("colocated", *OVERRIDES) as server:
             async with httpx.AsyncClient(timeout=120) as client:
                 for round_number in range(rounds + 2):
-                    prompt = tuple(rng.randrange(100, 40_000) for _ in range(PROMPT_TOKENS))
+                    prompt = tuple(rng.randrange(100, 40_000) for _ in range(prompt_tokens))
                     pair = (
-                        await ask_engine(worker, prompt),
-                        await ask_server(client, server, prompt),
+                        await ask_engine(worker, prompt, output_tokens),
+                        await ask_server(client, server, prompt, output_tokens),
                     )
                     if round_number >= 2:  # the first ones fill caches and pools
                         engine.append(pair[0])
                         served.append(pair[1])
     finally:
         await worker.stop()
-    _print_added(engine, served)
+    print(f"\nOne request at a time, {prompt_tokens} + {output_tokens} tokens, n = {len(engine)}")
+    _print_added(engine, served, output_tokens)
 
 
-def _print_added(engine: list[Timing], served: list[Timing]) -> None:
+def _print_added(engine: list[Timing], served: list[Timing], output_tokens: int) -> None:
     def row(name: str, unit: str, a: list[float], b: list[float]) -> None:
         added = [y - x for x, y in zip(a, b, strict=True)]
         low, middle, high = statistics.quantiles(added, n=4)
@@ -206,7 +207,6 @@ def _print_added(engine: list[Timing], served: list[Timing]) -> None:
             f"{middle:>+10.2f}   [{low:+.2f}, {high:+.2f}] {unit}"
         )
 
-    print(f"\nOne request at a time, {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens, n = {len(engine)}")
     print(f"{'median':<22}{'engine':>10}{'served':>10}{'added':>10}   [quartiles of added]")
     row("first token", "ms", *([1e3 * t.ttft_s for t in some] for some in (engine, served)))
     row(
@@ -217,7 +217,7 @@ def _print_added(engine: list[Timing], served: list[Timing]) -> None:
     row(
         "CPU per token",
         "ms",
-        *([1e3 * t.cpu_s / OUTPUT_TOKENS for t in some] for some in (engine, served)),
+        *([1e3 * t.cpu_s / output_tokens for t in some] for some in (engine, served)),
     )
 
 
@@ -251,6 +251,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", nargs="?", choices=("start", "idle", "added"))
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--idle-seconds", type=float, default=20)
     arguments = parser.parse_args()
     print(f"load average at the start: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores")
@@ -259,7 +261,9 @@ def main() -> None:
     if arguments.part in (None, "idle"):
         measure_idle(arguments.idle_seconds)
     if arguments.part in (None, "added"):
-        asyncio.run(measure_added(arguments.rounds))
+        asyncio.run(
+            measure_added(arguments.rounds, arguments.prompt_tokens, arguments.output_tokens)
+        )
 
 
 if __name__ == "__main__":
