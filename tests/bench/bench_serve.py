@@ -18,11 +18,13 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from configs.load import load
 from deployments.cluster.processes import members
@@ -38,6 +41,7 @@ from workers.assembly import build_decode_worker
 from workers.decode import DecodeWorker
 from workers.engine.sampling_params import SamplingParams
 from workers.messages import GenerateRequest, TokenFrame
+from workers.models.store import ModelStore, default_cache_dir
 
 OVERRIDES = ("model.max_model_len=2048", "decode.engine.threads=1")
 
@@ -172,16 +176,40 @@ def _timing(started: float, times: list[float], cpu_s: float) -> Timing:
     return Timing(ttft_s=times[0] - started, gaps_s=gaps, cpu_s=cpu_s)
 
 
-async def measure_added(rounds: int, prompt_tokens: int, output_tokens: int) -> None:
+def make_tiny_model(directory: Path) -> Path:
+    """A random model of two thin layers with the default model's tokenizer.
+
+    Its steps take about 2 ms, so that what Serve adds is not lost in the noise of the engine.
+    """
+    model = ModelStore(default_cache_dir(os.environ)).resolve("smollm2-135m").path
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(model / name, directory)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+async def measure_added(model: str, rounds: int, prompt_tokens: int, output_tokens: int) -> None:
     """Engine and server in turns; prints medians and their difference."""
     prepare_engine_process()
-    settings = load("colocated", environ=os.environ, overrides=OVERRIDES)
+    overrides = (*OVERRIDES, f"model.source={model}", "model.name=smollm2-135m")
+    settings = load("colocated", environ=os.environ, overrides=overrides)
     worker = build_decode_worker(settings, worker_id="bench", environ=os.environ, prefill=None)
     await worker.start()
     rng = random.Random(0)
     engine, served = [], []
     try:
-        with serving("colocated", *OVERRIDES) as server:
+        with serving("colocated", *overrides) as server:
             async with httpx.AsyncClient(timeout=120) as client:
                 for round_number in range(rounds + 2):
                     prompt = tuple(rng.randrange(100, 40_000) for _ in range(prompt_tokens))
@@ -251,6 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", nargs="?", choices=("start", "idle", "added"))
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--tiny", action="store_true", help="a model whose steps take 2 ms")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--idle-seconds", type=float, default=20)
@@ -261,9 +290,10 @@ def main() -> None:
     if arguments.part in (None, "idle"):
         measure_idle(arguments.idle_seconds)
     if arguments.part in (None, "added"):
-        asyncio.run(
-            measure_added(arguments.rounds, arguments.prompt_tokens, arguments.output_tokens)
-        )
+        lengths = arguments.prompt_tokens, arguments.output_tokens
+        with tempfile.TemporaryDirectory() as directory:
+            tiny = make_tiny_model(Path(directory)) if arguments.tiny else "smollm2-135m"
+            asyncio.run(measure_added(str(tiny), arguments.rounds, *lengths))
 
 
 if __name__ == "__main__":
