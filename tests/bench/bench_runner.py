@@ -1,6 +1,6 @@
 """Our model runner beside transformers' own decoding, in one process, on the same weights.
 
-    python -m tests.bench.bench_runner [--model PATH] [--threads 1 2] [--dtypes fp32 bf16]
+    python -m tests.bench.bench_runner [--threads 1 2] [--dtypes fp32 bf16] [--only decode]
 
 Per case the two sides take turns, step by step, so that a busy neighbour hits both. Printed are the
 medians in ms of wall time with the quartiles, how many pairs, and the median of the pairs' ratios
@@ -152,8 +152,8 @@ def report(name: str, stock: list[Taken], baton: list[Taken]) -> None:
     )
 
 
-def bench(path: Path, dtype_name: str, threads: int, pairs: int) -> None:
-    """All cases for one dtype and number of threads."""
+def bench(path: Path, dtype_name: str, threads: int, pairs: int, only: str) -> None:
+    """The cases whose names contain `only`, for one dtype and number of threads."""
     dtype = _DTYPES[dtype_name]
     info = load_model_info(path)
     layout = KVLayout(
@@ -176,13 +176,19 @@ def bench(path: Path, dtype_name: str, threads: int, pairs: int) -> None:
 
     setting = f"{dtype_name} {threads} thread{'s' if threads > 1 else ''}"
     for batch, context in ((1, 128), (4, 128), (16, 128), (1, 1024), (16, 1024)):
+        name = f"{setting}, decode {batch} x {context}"
+        if only not in name:
+            continue
         ids = prompts(batch, context)
         theirs, ours = StockSide(stock, ids), BatonSide(runner, ids, context + pairs + 8)
         theirs.step()
         ours.step()
         count = pairs if context < 1024 else max(4, pairs // 3)
-        report(f"{setting}, decode {batch} x {context}", *take_turns(theirs.step, ours.step, count))
+        report(name, *take_turns(theirs.step, ours.step, count))
     for length, chunk in ((512, 512), (512, 256), (1500, 1500), (1500, 256)):
+        name = f"{setting}, prefill {length} by {chunk}"
+        if only not in name:
+            continue
         ids = prompts(1, length)
         times = take_turns(
             lambda ids=ids, chunk=chunk: StockSide(stock, ids).prefill_chunks(chunk),
@@ -191,7 +197,7 @@ def bench(path: Path, dtype_name: str, threads: int, pairs: int) -> None:
             ),
             max(4, pairs // 5),
         )
-        report(f"{setting}, prefill {length} by {chunk}", *times)
+        report(name, *times)
 
 
 def main() -> None:
@@ -202,11 +208,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dtypes", nargs="+", choices=sorted(_DTYPES), default=["fp32", "bf16"])
     parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--only", default="", help="part of the names of the cases to run")
     options = parser.parse_args()
     print(f"{'':34} {'transformers, ms':>26} {'Baton, ms':>26} {'n':>4} {'wall':>6} {'cpu':>6}")
     for dtype_name in options.dtypes:
         for threads in options.threads:
-            bench(options.model, dtype_name, threads, options.pairs)
+            bench(options.model, dtype_name, threads, options.pairs, options.only)
 
 
 if __name__ == "__main__":
