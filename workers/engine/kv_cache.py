@@ -31,14 +31,15 @@ def torch_dtype(name: str) -> torch.dtype:
 class KVCache:
     """A block-major arena `[num_blocks, layers, 2, block_size, kv_heads, head_dim]`.
 
-    The memory is reserved, not touched: pages that no token was written to cost nothing. Two flat
-    views serve all accesses, because a gather by one index runs at memory speed where one by
-    several indices does not:
+    The memory is reserved, not touched: pages that no token was written to cost nothing. Accesses
+    go by one index into rows, because that runs at memory speed where several indices do not. The
+    rows of different layers lie a constant apart; so each layer has views that start at its own
+    first row, and one index, made once per step, serves them all:
 
-    - `token_rows` `[num_blocks * layers * 2 * block_size, kv_heads, head_dim]`: a row is one
-      token's K or V of one layer,
-    - `block_rows` `[num_blocks * layers * 2, block_size * kv_heads * head_dim]`: a row is one
-      block's K or V of one layer.
+    - `token_rows[layer_index]` is (K, V), each `[rows, kv_heads, head_dim]`, to be indexed by
+      `token_index`: a row is one token's K or V,
+    - `block_rows[layer_index]` is `[rows, block_size * kv_heads * head_dim]`, to be indexed by
+      `block_index`: a row is one block's K or V.
 
     As `BlockMemory` it shows each block's bytes to the transports (host memory only).
     """
@@ -71,8 +72,13 @@ class KVCache:
             layout.head_dim,
         )
         self._arena = torch.empty(shape, dtype=dtype, device=self.device)
-        self.token_rows = self._arena.view(-1, layout.num_kv_heads, layout.head_dim)
-        self.block_rows = self._arena.view(num_blocks * layout.num_layers * 2, -1)
+        tokens = self._arena.view(-1, layout.num_kv_heads, layout.head_dim)
+        blocks = self._arena.view(num_blocks * layout.num_layers * 2, -1)
+        size = layout.block_size
+        self.token_rows = tuple(
+            (tokens[2 * i * size :], tokens[(2 * i + 1) * size :]) for i in range(layout.num_layers)
+        )
+        self.block_rows = tuple(blocks[2 * i :] for i in range(layout.num_layers))
         self._bytes = self._host_bytes()
         if poison:
             self.poison(BlockId(block_id) for block_id in range(num_blocks))
@@ -109,23 +115,18 @@ class KVCache:
             self._arena[block_id] = float("nan")
 
     def token_index(self, slots: IntArray) -> torch.Tensor:
-        """Rows of `token_rows` for slots: `[layers, 2 (K, V), len(slots)]`."""
+        """Rows of any of `token_rows` for slots: `[len(slots)]`."""
         block_size = self.layout.block_size
-        blocks, offsets = np.divmod(slots, block_size)
-        return self._spread(blocks * (self._rows_per_block * block_size) + offsets, block_size)
+        # Between a block and the next lie the block's other layers and kinds.
+        skipped = (self.layout.num_layers * 2 - 1) * block_size
+        return self._to_device(slots + slots // block_size * skipped)
 
     def block_index(self, block_ids: IntArray) -> torch.Tensor:
-        """Rows of `block_rows` for block ids: `[layers, 2 (K, V), *block_ids.shape]`."""
-        return self._spread(block_ids * self._rows_per_block, 1)
+        """Rows of any of `block_rows` for block ids: `[2 (K, V), *block_ids.shape]`."""
+        rows = block_ids * (self.layout.num_layers * 2)
+        return self._to_device(np.stack([rows, rows + 1]))
 
-    @property
-    def _rows_per_block(self) -> int:
-        return self.layout.num_layers * 2
-
-    def _spread(self, first_rows: IntArray, rows_per_kind: int) -> torch.Tensor:
-        """From the rows of (layer 0, K) to those of every layer and kind."""
-        kinds = np.arange(self._rows_per_block, dtype=np.int64) * rows_per_kind
-        rows = kinds.reshape(self.layout.num_layers, 2, *(1,) * first_rows.ndim) + first_rows
+    def _to_device(self, rows: IntArray) -> torch.Tensor:
         return torch.from_numpy(rows).to(self.device)
 
     def _check_block(self, block_id: BlockId) -> None:

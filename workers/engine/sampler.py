@@ -75,12 +75,13 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int | None
         return []
     logits = logits.float()
     for index, row in enumerate(rows):
-        _mask_stop_tokens(logits[index], row)
-    likeliest = logits.argmax(dim=1, keepdim=True)
-    max_logits: list[float] = logits.gather(1, likeliest)[:, 0].tolist()
-    token_ids: list[int | None] = likeliest[:, 0].tolist()
+        if row.num_output_tokens < row.params.min_tokens:
+            _mask_stop_tokens(logits[index], row.params)
+    likeliest = logits.max(dim=1)  # a NaN counts as the largest
+    max_logits: list[float] = likeliest.values.tolist()
+    token_ids: list[int | None] = likeliest.indices.tolist()
     for index, max_logit in enumerate(max_logits):
-        if not math.isfinite(max_logit):  # argmax finds a NaN before any number
+        if not math.isfinite(max_logit):
             token_ids[index] = None
     draws = _draws(logits, rows, max_logits)
     for draw in draws:
@@ -106,11 +107,9 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def _mask_stop_tokens(logits: torch.Tensor, row: SamplingRow) -> None:
-    if row.num_output_tokens >= row.params.min_tokens:
-        return
+def _mask_stop_tokens(logits: torch.Tensor, params: SamplingParams) -> None:
     # A client may name ids that the model does not have.
-    known = [token_id for token_id in row.params.stop_token_ids if 0 <= token_id < len(logits)]
+    known = [token_id for token_id in params.stop_token_ids if 0 <= token_id < len(logits)]
     logits[known] = -math.inf
 
 
@@ -122,6 +121,8 @@ def _draws(
         for index, row in enumerate(rows)
         if row.params.temperature >= _GREEDY_BELOW and math.isfinite(max_logits[index])
     ]
+    if not chosen:
+        return []
     numbers = uniforms(
         [rows[index].params.seed for index in chosen], [rows[index].position for index in chosen]
     )

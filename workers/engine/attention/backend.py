@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from workers.engine.step import StepPlan
+from kv_transfer.geometry import ceil_div
+from workers.engine.step import ScheduledSequence, StepPlan
 
 __all__ = ["AttentionBackend", "StepMetadata", "build_metadata"]
 
@@ -77,40 +78,40 @@ def build_metadata(plan: StepPlan, block_size: int) -> StepMetadata:
 
     IndexError if a block table is too short for its sequence's tokens.
     """
-    lengths = np.array([len(sequence.token_ids) for sequence in plan.sequences], dtype=np.int64)
-    starts = np.array([sequence.start for sequence in plan.sequences], dtype=np.int64)
+    sequences = plan.sequences
+    starts = np.array([sequence.start for sequence in sequences], dtype=np.int64)
+    lengths = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
     cu_seqlens_q = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=cu_seqlens_q[1:])
-    seq_lens = starts + lengths
-    tables = tuple(
-        _block_table(sequence.block_ids, int(seq_len), block_size)
-        for sequence, seq_len in zip(plan.sequences, seq_lens, strict=True)
+    tables = tuple(_block_table(sequence, block_size) for sequence in sequences)
+    positions = np.concatenate(
+        [np.arange(sequence.start, sequence.end, dtype=np.int64) for sequence in sequences]
     )
-    ends = cu_seqlens_q[1:]
-    positions = np.arange(ends[-1], dtype=np.int64) + np.repeat(starts - cu_seqlens_q[:-1], lengths)
-    blocks, offsets = np.divmod(positions, block_size)
-    first_entries = np.zeros(len(lengths), dtype=np.int64)
-    np.cumsum([len(table) for table in tables[:-1]], out=first_entries[1:])
-    block_ids = np.concatenate(tables)[blocks + np.repeat(first_entries, lengths)]
+    blocks = np.concatenate(
+        [
+            table[positions[first:end] // block_size]
+            for table, first, end in zip(tables, cu_seqlens_q, cu_seqlens_q[1:], strict=False)
+        ]
+    )
     return StepMetadata(
-        input_ids=np.fromiter(
-            (token_id for sequence in plan.sequences for token_id in sequence.token_ids),
-            np.int64,
-            int(ends[-1]),
+        input_ids=np.array(
+            [token_id for sequence in sequences for token_id in sequence.token_ids], dtype=np.int64
         ),
         positions=positions,
-        slot_mapping=block_ids * block_size + offsets,
+        slot_mapping=blocks * block_size + positions % block_size,
         cu_seqlens_q=cu_seqlens_q,
-        seq_lens=seq_lens,
+        seq_lens=starts + lengths,
         block_tables=tables,
-        sampled_rows=ends[[sequence.sampling is not None for sequence in plan.sequences]] - 1,
+        sampled_rows=cu_seqlens_q[1:][[sequence.sampling is not None for sequence in sequences]]
+        - 1,
     )
 
 
-def _block_table(block_ids: tuple[int, ...], seq_len: int, block_size: int) -> IntArray:
-    num_blocks = -(-seq_len // block_size)
-    if len(block_ids) < num_blocks:
+def _block_table(sequence: ScheduledSequence, block_size: int) -> IntArray:
+    num_blocks = ceil_div(sequence.end, block_size)
+    if len(sequence.block_ids) < num_blocks:
         raise IndexError(
-            f"{seq_len} tokens need {num_blocks} blocks, the table has {len(block_ids)}"
+            f"{sequence.end} tokens need {num_blocks} blocks, the table has "
+            f"{len(sequence.block_ids)}"
         )
-    return np.array(block_ids[:num_blocks], dtype=np.int64)
+    return np.array(sequence.block_ids[:num_blocks], dtype=np.int64)

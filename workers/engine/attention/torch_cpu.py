@@ -68,8 +68,8 @@ class _Gather(NamedTuple):
     `[sequences, kv_heads, tokens, head_dim]` are views of it, made once for all layers.
     """
 
-    blocks: tuple[torch.Tensor, ...]
-    """Per layer, rows of the cache's `block_rows`: all K blocks, then all V blocks."""
+    blocks: torch.Tensor
+    """Rows of the cache's `block_rows`, of any layer: all K blocks, then all V blocks."""
     run: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
@@ -120,16 +120,16 @@ class TorchCpuBackend:
         """Attend over this cache, gathering at most about max_gather_bytes for several rows."""
         self._cache = kv_cache
         self._layout = kv_cache.layout
-        self._scratch = kv_cache.block_rows.new_empty(0, kv_cache.block_rows.shape[1])
+        self._scratch = kv_cache.block_rows[0].new_empty(0, kv_cache.block_rows[0].shape[1])
         bytes_per_token = self._layout.bytes_per_token // self._layout.num_layers
         self._max_group_tokens = max_gather_bytes // bytes_per_token
-        self._writes: tuple[torch.Tensor, ...] = ()
+        self._writes = torch.empty(0, dtype=torch.long)
         self._groups: tuple[_DecodeGroup, ...] = ()
         self._chunks: tuple[_Chunk, ...] = ()
 
     def prepare(self, meta: StepMetadata) -> None:
         """Work out the step's index tensors and views, for all layers at once."""
-        self._writes = self._cache.token_index(meta.slot_mapping).flatten(0, 1).unbind(0)
+        self._writes = self._cache.token_index(meta.slot_mapping)
         lengths = np.diff(meta.cu_seqlens_q)
         decodes = np.flatnonzero(lengths == 1)
         self._groups = tuple(
@@ -151,9 +151,9 @@ class TorchCpuBackend:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
-        token_rows = self._cache.token_rows
-        token_rows.index_copy_(0, self._writes[2 * layer_index], k)
-        token_rows.index_copy_(0, self._writes[2 * layer_index + 1], v)
+        key_rows, value_rows = self._cache.token_rows[layer_index]
+        key_rows.index_copy_(0, self._writes, k)
+        value_rows.index_copy_(0, self._writes, v)
         scoring = _Scoring(scale, sliding_window, softcap, sinks)
         if not self._chunks and len(self._groups) == 1:
             return self._decode(layer_index, self._groups[0], q, scoring)
@@ -206,7 +206,7 @@ class TorchCpuBackend:
 
     def _fetch(self, gather: _Gather, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values, good until the next fetch."""
-        torch.index_select(self._cache.block_rows, 0, gather.blocks[layer_index], out=gather.run)
+        torch.index_select(self._cache.block_rows[layer_index], 0, gather.blocks, out=gather.run)
         if gather.padding is not None:
             # 0 * NaN is NaN: what lies behind a sequence's end must be finite, though masked.
             tokens, behind = gather.padding
@@ -238,7 +238,7 @@ class TorchCpuBackend:
 
     def _gather(self, tables: Sequence[IntArray], seq_lens: IntArray) -> _Gather:
         width = max(len(table) for table in tables)
-        padded = np.stack([np.pad(table, (0, width - len(table)), mode="edge") for table in tables])
+        padded = np.stack([np.resize(table, width) for table in tables])
         run = self._reserve(2 * padded.size)
         layout = self._layout
         shape = (2, len(tables), width * layout.block_size, layout.num_kv_heads, layout.head_dim)
@@ -248,7 +248,7 @@ class TorchCpuBackend:
             behind = np.flatnonzero(np.arange(shape[2]) >= seq_lens[:, None])
             behind = np.concatenate([behind, behind + len(tables) * shape[2]])
             padding = (run.view(-1, *shape[3:]), torch.from_numpy(behind))
-        blocks = self._cache.block_index(padded).flatten(1).unbind(0)
+        blocks = self._cache.block_index(padded).flatten()
         return _Gather(blocks=blocks, run=run, keys=keys, values=values, padding=padding)
 
     def _reserve(self, num_blocks: int) -> torch.Tensor:
@@ -272,6 +272,9 @@ def _alike(seq_lens: IntArray, members: IntArray, max_tokens: int) -> Iterator[I
 
     Padding counts as tokens; a sequence longer than max_tokens is a group of its own.
     """
+    if len(members) == 1:
+        yield members
+        return
     if len(members) and np.ptp(seq_lens[members]) > _MAX_PADDING:
         members = members[np.argsort(seq_lens[members], kind="stable")]
     first = 0

@@ -68,24 +68,24 @@ def test_two_bytes_of_bfloat16_are_two_bytes_of_the_block():
     assert block.nbytes == kv_cache.layout.bytes_per_block
 
 
-def test_token_index_names_the_row_of_each_slot(kv_cache):
-    slots = np.array([0, 7, 8, 3 * 8 + 5])
+def test_token_index_names_the_row_of_each_slot_in_every_layer(kv_cache):
+    slots = np.array([0, 7, 8, 3 * 8 + 5, 4 * 8 + 7])
 
     index = kv_cache.token_index(slots)
 
-    assert index.shape == (3, 2, 4)
-    for layer_index in range(3):
-        for kind in range(2):
-            marks = torch.arange(4.0).view(4, 1, 1).expand(4, 2, 4) + 10 * layer_index + 100 * kind
-            kv_cache.token_rows.index_copy_(0, index[layer_index, kind], marks)
+    assert index.shape == (5,)
+    for layer_index, kinds in enumerate(kv_cache.token_rows):
+        for kind, rows in enumerate(kinds):
+            marks = torch.arange(5.0).view(5, 1, 1).expand(5, 2, 4) + 10 * layer_index + 100 * kind
+            rows.index_copy_(0, index, marks)
     for layer_index in range(3):
         for kind, view in enumerate(kv_cache.layer(layer_index)):
             written = view.flatten(0, 1)[torch.from_numpy(slots), 0, 0]
-            assert (written == torch.arange(4.0) + 10 * layer_index + 100 * kind).all()
-            assert torch.isfinite(view).sum() == 4 * 2 * 4
+            assert (written == torch.arange(5.0) + 10 * layer_index + 100 * kind).all()
+            assert torch.isfinite(view).sum() == 5 * 2 * 4
 
 
-def test_block_index_names_the_row_of_each_block(kv_cache):
+def test_block_index_names_the_rows_of_each_block_in_every_layer(kv_cache):
     for layer_index in range(3):
         for kind, view in enumerate(kv_cache.layer(layer_index)):
             for block_id in range(5):
@@ -94,9 +94,10 @@ def test_block_index_names_the_row_of_each_block(kv_cache):
 
     index = kv_cache.block_index(block_ids)
 
-    for layer_index in range(3):
+    assert index.shape == (2, 2, 2)
+    for layer_index, block_rows in enumerate(kv_cache.block_rows):
         for kind in range(2):
-            rows = kv_cache.block_rows[index[layer_index, kind]]
+            rows = block_rows[index[kind]]
             expected = torch.from_numpy(block_ids) + 10.0 * layer_index + 100 * kind
             assert torch.equal(rows[..., 0], expected)
             assert torch.equal(rows[..., -1], expected)
