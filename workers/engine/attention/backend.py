@@ -40,11 +40,6 @@ class StepMetadata:
     sampled_rows: IntArray
     """`[num_sampled]`: the last row of each sequence that samples, in the plan's order."""
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences in the step."""
-        return len(self.seq_lens)
-
 
 class AttentionBackend(Protocol):
     """Causal attention of a step's rows over everything their sequences hold so far."""
