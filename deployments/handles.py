@@ -24,13 +24,18 @@ from workers.messages import (
 )
 
 _ASK_TIMEOUT_S = 2.0
+_PLAIN_PICKLE = "pickle"
+"""Our messages are plain values: the C pickler does, where Serve's default goes through Python."""
 
 
 async def stream_call(
     handle: DeploymentHandle, method: str, request: object
 ) -> AsyncGenerator[Any, None]:
     """Items of a streaming method; closing the iterator cancels the call on the replica."""
-    response = getattr(handle.options(stream=True), method).remote(request)
+    streaming = handle.options(
+        stream=True, request_serialization=_PLAIN_PICKLE, response_serialization=_PLAIN_PICKLE
+    )
+    response = getattr(streaming, method).remote(request)
     finished = False
     try:
         async for item in response:

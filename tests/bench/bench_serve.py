@@ -6,7 +6,7 @@
     python -m tests.bench.bench_serve added      # only the time and CPU that Serve adds
 
 `added` asks the same engine, once in this process and once behind `baton serve colocated`, one
-request at a time and in turns, so that a busy machine is busy for both.
+request after the other and in short turns, so that a busy machine is busy for both.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -26,9 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import httpx
 import psutil
@@ -43,6 +45,8 @@ from workers.engine.sampling_params import SamplingParams
 from workers.messages import GenerateRequest, TokenFrame
 from workers.models.store import ModelStore, default_cache_dir
 
+TURN = 8
+"""Requests to one side before the other one's turn."""
 OVERRIDES = ("model.max_model_len=2048", "decode.engine.threads=1")
 
 
@@ -148,27 +152,63 @@ async def ask_engine(worker: DecodeWorker, prompt: tuple[int, ...], tokens: int)
     return _timing(started, times, time.process_time() - cpu)
 
 
-async def ask_server(
-    client: httpx.AsyncClient, server: Server, prompt: tuple[int, ...], tokens: int
-) -> Timing:
-    """The same request over HTTP."""
-    body = {
-        "model": "smollm2-135m",
-        "prompt": list(prompt),
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    cpu = server.cpu_s()
-    started = time.monotonic()
-    async with client.stream("POST", f"{server.url}/v1/completions", json=body) as response:
-        times = [
-            time.monotonic()
-            async for line in response.aiter_lines()
-            if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["text"]
-        ]
-    return _timing(started, times, server.cpu_s() - cpu)
+class BareClient:
+    """An HTTP client of one connection that does nothing else.
+
+    A client library takes a millisecond or two to send a request, which Serve does not add.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Connect."""
+        address = httpx.URL(self._server.url)
+        self._streams = await asyncio.open_connection(address.host, address.port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close the connection."""
+        assert self._streams is not None
+        self._streams[1].close()
+        await self._streams[1].wait_closed()
+
+    async def ask(self, prompt: tuple[int, ...], tokens: int) -> Timing:
+        """The request of `ask_engine`, over HTTP."""
+        body = {
+            "model": "smollm2-135m",
+            "prompt": list(prompt),
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        request = _post_request(json.dumps(body).encode())
+        cpu = self._server.cpu_s()
+        started = time.monotonic()
+        times = [time.monotonic() async for event in self._events(request) if b'"text"' in event]
+        return _timing(started, times, self._server.cpu_s() - cpu)
+
+    async def _events(self, request: bytes) -> AsyncIterator[bytes]:
+        """What comes back, as it comes, until the chunked body ends."""
+        assert self._streams is not None
+        reader, writer = self._streams
+        writer.write(request)
+        received = b""
+        while not received.endswith(b"0\r\n\r\n"):
+            received = await reader.read(1 << 16)
+            if not received:
+                raise SystemExit("the server closed the connection")
+            yield received
+
+
+def _post_request(body: bytes) -> bytes:
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 def _timing(started: float, times: list[float], cpu_s: float) -> Timing:
@@ -200,30 +240,31 @@ def make_tiny_model(directory: Path) -> Path:
 
 
 async def measure_added(model: str, rounds: int, prompt_tokens: int, output_tokens: int) -> None:
-    """Engine and server in turns; prints medians and their difference."""
+    """Engine and server in turns of some requests; prints medians and their difference."""
     prepare_engine_process()
     overrides = (*OVERRIDES, f"model.source={model}", "model.name=smollm2-135m")
     settings = load("colocated", environ=os.environ, overrides=overrides)
     worker = build_decode_worker(settings, worker_id="bench", environ=os.environ, prefill=None)
     await worker.start()
     rng = random.Random(0)
-    engine, served = [], []
+    engine: list[Timing] = []
+    served: list[Timing] = []
     try:
         with serving("colocated", *overrides) as server:
-            async with httpx.AsyncClient(timeout=120) as client:
-                for round_number in range(rounds + 2):
-                    prompt = tuple(rng.randrange(100, 40_000) for _ in range(prompt_tokens))
-                    pair = (
-                        await ask_engine(worker, prompt, output_tokens),
-                        await ask_server(client, server, prompt, output_tokens),
-                    )
-                    if round_number >= 2:  # the first ones fill caches and pools
-                        engine.append(pair[0])
-                        served.append(pair[1])
+            async with BareClient(server) as client:
+                for _ in range(math.ceil(rounds / TURN)):
+                    prompts = [_random_prompt(rng, prompt_tokens) for _ in range(TURN + 1)]
+                    # The first of each turn finds the caches full of the other side's memory.
+                    engine += [await ask_engine(worker, p, output_tokens) for p in prompts][1:]
+                    served += [await client.ask(p, output_tokens) for p in prompts][1:]
     finally:
         await worker.stop()
     print(f"\nOne request at a time, {prompt_tokens} + {output_tokens} tokens, n = {len(engine)}")
     _print_added(engine, served, output_tokens)
+
+
+def _random_prompt(rng: random.Random, tokens: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(100, 40_000) for _ in range(tokens))
 
 
 def _print_added(engine: list[Timing], served: list[Timing], output_tokens: int) -> None:
