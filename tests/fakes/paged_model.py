@@ -9,6 +9,7 @@ from tests.fakes.worker_rig import ModelFactory
 from workers.engine.attention.torch_cpu import TorchCpuBackend
 from workers.engine.kv_cache import KVCache
 from workers.engine.model_runner import RaggedModelRunner
+from workers.engine.runners.stock import StockForward
 
 
 def paged(model: torch.nn.Module, layout: KVLayout) -> ModelFactory:
@@ -17,6 +18,8 @@ def paged(model: torch.nn.Module, layout: KVLayout) -> ModelFactory:
     def make(num_blocks: int) -> tuple[RaggedModelRunner, KVCache]:
         kv_cache = KVCache(layout, num_blocks, poison=True)
         backend = TorchCpuBackend(kv_cache)
-        return RaggedModelRunner(model, backend, block_size=layout.block_size), kv_cache
+        return RaggedModelRunner(
+            StockForward(model, backend), block_size=layout.block_size
+        ), kv_cache
 
     return make

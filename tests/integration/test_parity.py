@@ -20,8 +20,9 @@ from workers.engine.attention.torch_cpu import TorchCpuBackend
 from workers.engine.build import build_runner
 from workers.engine.kv_cache import KVCache
 from workers.engine.model_runner import RaggedModelRunner
+from workers.engine.runners.self_check import check_model
+from workers.engine.runners.stock import StockForward
 from workers.engine.sampling_params import SamplingParams
-from workers.engine.self_check import check_model
 from workers.engine.step import ScheduledSequence, SequenceId, StepPlan
 from workers.errors import UnsupportedModelError
 from workers.models.errors import ModelNotFoundError
@@ -171,7 +172,9 @@ def test_tiny_model_gives_the_tokens_of_generate(family):
 
     for ways in ({}, {"chunk": 5}, {"chunk": 5, "lag": 3}):
         kv_cache = KVCache(layout, 64, poison=True)
-        runner = RaggedModelRunner(model, TorchCpuBackend(kv_cache), block_size=BLOCK_SIZE)
+        runner = RaggedModelRunner(
+            StockForward(model, TorchCpuBackend(kv_cache)), block_size=BLOCK_SIZE
+        )
         assert_parity(references, drive(runner, references, 64, BLOCK_SIZE, **ways))
 
 

@@ -28,8 +28,8 @@ from tests.fakes.worker_rig import (
 )
 from tests.integration.test_parity import Reference, assert_parity, make_reference
 from workers.decode import DecodeConfig
+from workers.engine.runners.self_check import check_model
 from workers.engine.sampling_params import SamplingParams
-from workers.engine.self_check import check_model
 from workers.models.errors import ModelNotFoundError
 from workers.models.loading import load_tokenizer, load_weights
 from workers.models.store import ModelStore, default_cache_dir

@@ -11,7 +11,8 @@ from workers.engine.attention.torch_cpu import TorchCpuBackend
 from workers.engine.kv_cache import KVCache, torch_dtype
 from workers.engine.linear import pack_head
 from workers.engine.model_runner import RaggedModelRunner
-from workers.engine.self_check import check_model
+from workers.engine.runners.self_check import check_model
+from workers.engine.runners.stock import StockForward
 from workers.models.loading import ModelInfo, load_weights
 
 __all__ = ["build_runner"]
@@ -43,5 +44,5 @@ def build_runner(
     check_model(model, layout, max_model_len=max_model_len or info.context_length)
     pack_head(model)
     kv_cache = KVCache(layout, num_blocks)
-    backend = TorchCpuBackend(kv_cache)
-    return RaggedModelRunner(model, backend, block_size=layout.block_size), kv_cache
+    forward = StockForward(model, TorchCpuBackend(kv_cache))
+    return RaggedModelRunner(forward, block_size=layout.block_size), kv_cache

@@ -1,21 +1,15 @@
-"""Runs a step through stock transformers modules: plan in, sampled tokens out.
+"""Runs a step: plan in, sampled tokens out.
 
-All rows of a step go through the model at once; each layer's attention is the backend's, which
-knows whose rows are whose. Whether that holds for a model is seen at load by `self_check`, never
-assumed. Owns no memory: weights belong to the model, keys and values to the `KVCache`.
+How the logits come about is the forward pass's business (`runners`). Owns no memory: weights belong
+to the model, keys and values to the `KVCache`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from workers.engine.attention.backend import (
-    AttentionBackend,
-    IntArray,
-    StepMetadata,
-    build_metadata,
-)
-from workers.engine.attention.interface import MaskFunction, packed_forward, use_packed_attention
+from workers.engine.attention.backend import IntArray, StepMetadata, build_metadata
+from workers.engine.runners.forward import ForwardPass
 from workers.engine.sampler import SamplingRow, sample
 from workers.engine.step import SequenceId, StepPlan, StepResult
 
@@ -23,19 +17,14 @@ __all__ = ["RaggedModelRunner"]
 
 
 class RaggedModelRunner:
-    """`ModelRunner` for every transformers model whose attention goes through its interface.
+    """`ModelRunner` that gives all sequences of a step to one forward pass, in one row of tokens.
 
     Used by one thread at a time; several runners, even of one model, may run in several threads.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, backend: AttentionBackend, *, block_size: int
-    ) -> None:
-        """Run `model`, a causal language model in eval mode, with `backend` for its attention."""
-        use_packed_attention(model)
-        self._model = model
-        self._backend = backend
-        self._handler = _BackendHandler(backend)
+    def __init__(self, forward: ForwardPass, *, block_size: int) -> None:
+        """Run steps with `forward`, over a pool whose blocks hold block_size tokens."""
+        self._forward = forward
         self._block_size = block_size
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -69,37 +58,5 @@ class RaggedModelRunner:
         )
 
     def logits(self, meta: StepMetadata, rows: IntArray) -> torch.Tensor:
-        """Run a step; returns the logits `[len(rows), vocabulary]` of some of its rows."""
-        self._backend.prepare(meta)
-        return packed_forward(self._model, self._handler, meta.input_ids, meta.positions, rows)
-
-
-class _BackendHandler:
-    """Hands a model's attention on to a backend."""
-
-    def __init__(self, backend: AttentionBackend) -> None:
-        self._backend = backend
-
-    def mask(self, mask_function: MaskFunction) -> None:
-        """The backend knows what each row may see."""
-
-    def attend(
-        self,
-        layer_index: int,
-        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """See `AttentionHandler.attend`."""
-        return self._backend.forward(
-            layer_index,
-            *qkv,
-            scale=scale,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        """See `ForwardPass.logits`."""
+        return self._forward.logits(meta, rows)

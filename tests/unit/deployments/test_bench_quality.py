@@ -23,6 +23,7 @@ from tests.fakes.tiny_models import SERVED, layout_of, make_model
 from workers.engine.attention.torch_cpu import TorchCpuBackend
 from workers.engine.kv_cache import KVCache
 from workers.engine.model_runner import RaggedModelRunner
+from workers.engine.runners.stock import StockForward
 
 TOKENS = [(7 * i * i + 3 * i + 11) % 256 for i in range(50)]
 
@@ -35,7 +36,9 @@ def options(**more: object) -> QualityOptions:
 def make_scorer(model: torch.nn.Module) -> Scorer:
     layout = layout_of(model, block_size=4)
     memory = KVCache(layout, layout.blocks_for(64), poison=True)
-    return Scorer(RaggedModelRunner(model, TorchCpuBackend(memory), block_size=4), layout)
+    return Scorer(
+        RaggedModelRunner(StockForward(model, TorchCpuBackend(memory)), block_size=4), layout
+    )
 
 
 def measure(judged: Scorer, reference: Scorer, chosen: QualityOptions) -> tuple[Quality, int]:

@@ -14,8 +14,9 @@ from workers.engine.attention.torch_cpu import TorchCpuBackend
 from workers.engine.build import build_runner
 from workers.engine.kv_cache import KVCache
 from workers.engine.model_runner import RaggedModelRunner
+from workers.engine.runners.self_check import check_model
+from workers.engine.runners.stock import StockForward
 from workers.engine.sampling_params import SamplingParams
-from workers.engine.self_check import check_model
 from workers.engine.step import ScheduledSequence, SequenceId, StepPlan
 from workers.errors import UnsupportedModelError
 from workers.models.loading import GenerationDefaults, ModelInfo
@@ -36,7 +37,7 @@ def kv_cache(model):
 
 @pytest.fixture
 def runner(model, kv_cache):
-    return RaggedModelRunner(model, TorchCpuBackend(kv_cache), block_size=BLOCK_SIZE)
+    return RaggedModelRunner(StockForward(model, TorchCpuBackend(kv_cache)), block_size=BLOCK_SIZE)
 
 
 def share(sequence_id, tokens, start=0, *, sampling=GREEDY, num_output_tokens=0):
@@ -120,7 +121,9 @@ def test_a_seeded_draw_does_not_depend_on_batch_or_chunks(model):
 
     def draw(*parts, beside=()):
         kv_cache = KVCache(layout_of(model, block_size=BLOCK_SIZE), 24, poison=True)
-        runner = RaggedModelRunner(model, TorchCpuBackend(kv_cache), block_size=BLOCK_SIZE)
+        runner = RaggedModelRunner(
+            StockForward(model, TorchCpuBackend(kv_cache)), block_size=BLOCK_SIZE
+        )
         for start, end in parts:
             mine = share(0, tokens[start:end], start, sampling=sampling if end == 17 else None)
             result = runner.execute(step(mine, *beside))
@@ -138,7 +141,7 @@ def test_two_runners_of_one_model_run_side_by_side_in_threads(model):
 
     def run(prompt, into, barrier):
         backend = TorchCpuBackend(KVCache(layout, 24, poison=True))
-        runner = RaggedModelRunner(model, backend, block_size=BLOCK_SIZE)
+        runner = RaggedModelRunner(StockForward(model, backend), block_size=BLOCK_SIZE)
         barrier.wait()
         for _ in range(20):
             into.append(runner.execute(step(share(0, prompt))).token_ids[SequenceId(0)])
@@ -203,7 +206,7 @@ FAULTS = {
 def test_the_self_check_sees_a_wrong_attention(family, fault, monkeypatch):
     model = make_model(family, SERVED[family])
     monkeypatch.setattr(
-        "workers.engine.self_check.TorchCpuBackend",
+        "workers.engine.runners.self_check.TorchCpuBackend",
         lambda kv_cache: BrokenBackend(kv_cache, fault),
     )
 
@@ -218,7 +221,9 @@ def test_the_self_check_passes_in_both_dtypes_and_leaves_the_model_usable(dtype)
 
     check_model(model, layout, max_model_len=MAX_MODEL_LEN)
 
-    runner = RaggedModelRunner(model, TorchCpuBackend(KVCache(layout, 24)), block_size=16)
+    runner = RaggedModelRunner(
+        StockForward(model, TorchCpuBackend(KVCache(layout, 24))), block_size=16
+    )
     assert runner.execute(step(share(0, [5, 6]))).token_ids.keys() == {0}
 
 
@@ -304,8 +309,9 @@ def test_build_loads_a_model_directory(own_model, tmp_path, same_threads):
     )
 
     own = RaggedModelRunner(
-        own_model,
-        TorchCpuBackend(KVCache(layout_of(own_model, block_size=BLOCK_SIZE), 24)),
+        StockForward(
+            own_model, TorchCpuBackend(KVCache(layout_of(own_model, block_size=BLOCK_SIZE), 24))
+        ),
         block_size=BLOCK_SIZE,
     )
     plan = step(share(0, [5, 6, 7]))

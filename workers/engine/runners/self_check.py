@@ -21,7 +21,7 @@ from workers.engine.attention.backend import IntArray, build_metadata
 from workers.engine.attention.interface import MaskFunction, packed_forward, use_packed_attention
 from workers.engine.attention.torch_cpu import TorchCpuBackend
 from workers.engine.kv_cache import KVCache
-from workers.engine.model_runner import RaggedModelRunner
+from workers.engine.runners.stock import StockForward
 from workers.engine.step import ScheduledSequence, SequenceId, StepPlan
 from workers.errors import UnsupportedModelError
 
@@ -215,7 +215,7 @@ def _packed_logits(
     blocks = layout.blocks_for(_NUM_TOKENS)
     # NaN in what was not written: a read beyond a sequence cannot go unseen.
     kv_cache = KVCache(layout, 2 * blocks, poison=True)
-    runner = RaggedModelRunner(model, TorchCpuBackend(kv_cache), block_size=_BLOCK_SIZE)
+    forward = StockForward(model, TorchCpuBackend(kv_cache))
     parts: list[list[torch.Tensor]] = [[], []]
     for step_id, spans in enumerate(_STEPS):
         plan = StepPlan(
@@ -231,7 +231,7 @@ def _packed_logits(
                 for i, (start, end) in enumerate(spans)
             ),
         )
-        logits = runner.logits(build_metadata(plan, _BLOCK_SIZE), np.arange(plan.num_tokens))
+        logits = forward.logits(build_metadata(plan, _BLOCK_SIZE), np.arange(plan.num_tokens))
         first_length = spans[0][1] - spans[0][0]
         parts[0].append(logits[:first_length].float())
         parts[1].append(logits[first_length:].float())
