@@ -11,7 +11,7 @@ from ray.serve.handle import DeploymentHandle
 
 from configs.schema import Settings
 from deployments.handles import PrefillPool
-from deployments.metrics import WorkerSnapshot
+from deployments.metrics import WorkerSnapshot, loop_sample
 from deployments.process import prepare_engine_process
 from deployments.worker_metrics import decode_samples
 from workers.messages import GenerateEvent, GenerateRequest
@@ -51,7 +51,7 @@ class Decode:
         return WorkerSnapshot(
             worker_id=self._worker.me.worker_id,
             role="decode",
-            samples=decode_samples(self._worker),
+            samples=(*decode_samples(self._worker), loop_sample()),
         )
 
     async def drain(self, timeout_s: float) -> None:

@@ -84,7 +84,7 @@ class Front:
 
     async def snapshot(self) -> WorkerSnapshot:
         """This Front's share of `/metrics`, for the other Fronts."""
-        return self._service.metrics.snapshot()
+        return self._service.snapshot()
 
     async def _peer_snapshots(self) -> Sequence[WorkerSnapshot]:
         """All workers and the other Fronts, asked anew at each scrape."""

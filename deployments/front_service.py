@@ -9,11 +9,11 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from deployments.metrics import FrontMetrics, WorkerSnapshot, render
+from deployments.metrics import FrontMetrics, WorkerSnapshot, loop_sample, render
 from deployments.openai.errors import InvalidRequestError, UnknownModelError
 from deployments.openai.models import ModelCard
 from deployments.openai.sampling import SEED_BITS, check_prompt_ids, choice_seed, sampling_params
@@ -172,9 +172,14 @@ class FrontService:
         """Whether every pool would serve a request now."""
         return all([await backend.is_ready() for backend in self._backends.values()])
 
+    def snapshot(self) -> WorkerSnapshot:
+        """This Front's share of `/metrics`; only on its event loop."""
+        counted = self.metrics.snapshot()
+        return replace(counted, samples=(*counted.samples, loop_sample()))
+
     async def metrics_text(self) -> str:
         """All metrics of this Front, the other Fronts and all workers, for a scrape."""
-        return render([self.metrics.snapshot()], await self._peer_snapshots())
+        return render([self.snapshot()], await self._peer_snapshots())
 
     async def prepare(
         self,

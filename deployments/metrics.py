@@ -6,6 +6,7 @@ writes all of them with `worker` and `role` labels, so that one scrape of one Fr
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,6 +25,7 @@ __all__ = [
     "RequestMetrics",
     "Sample",
     "WorkerSnapshot",
+    "loop_sample",
     "render",
     "sample",
 ]
@@ -82,6 +84,11 @@ _FRONT = (
     _counter("baton_prompt_tokens_total", "Prompt tokens of requests.", "endpoint"),
     _counter("baton_completion_tokens_total", "Output tokens sent to clients.", "endpoint"),
 )
+_PROCESSES = (
+    _gauge(
+        "baton_asyncio_tasks", "Tasks on the process's event loop, that of the scrape included."
+    ),
+)
 _WORKERS = (
     _gauge(
         "baton_kv_blocks",
@@ -122,7 +129,9 @@ _WORKERS = (
     _counter("baton_lease_renewals_total", "Renewals of leases."),
 )
 
-METRICS: Mapping[str, Metric] = MappingProxyType({m.name: m for m in (*_FRONT, *_WORKERS)})
+METRICS: Mapping[str, Metric] = MappingProxyType(
+    {m.name: m for m in (*_FRONT, *_PROCESSES, *_WORKERS)}
+)
 """All metrics, in the order in which `render` writes them."""
 
 _FAMILY_OF_SAMPLE: Mapping[str, Metric] = MappingProxyType(
@@ -150,6 +159,11 @@ class Sample:
 def sample(name: str, value: float, **labels: str) -> Sample:
     """A sample, with its labels as keywords."""
     return Sample(name=name, labels=tuple(labels.items()), value=value)
+
+
+def loop_sample() -> Sample:
+    """How many tasks the running event loop has; one that leaks with each request shows by it."""
+    return sample("baton_asyncio_tasks", len(asyncio.all_tasks()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from ray import serve
 
 from configs.schema import Settings
-from deployments.metrics import WorkerSnapshot
+from deployments.metrics import WorkerSnapshot, loop_sample
 from deployments.process import at_own_address, prepare_engine_process
 from deployments.worker_metrics import prefill_samples
 from workers.messages import PrefillEvent, PrefillRequest
@@ -46,7 +46,7 @@ class Prefill:
         return WorkerSnapshot(
             worker_id=self._worker.me.worker_id,
             role="prefill",
-            samples=prefill_samples(self._worker),
+            samples=(*prefill_samples(self._worker), loop_sample()),
         )
 
     async def check_health(self) -> None:

@@ -24,6 +24,9 @@ SPARE_DESCRIPTORS, SPARE_THREADS = 8, 4
 """What may come and go by itself (idle connections, pools); a leak of one for each client that
 left, or for each hand-off that was cut short, is many times more."""
 
+SPARE_TASKS = 4
+"""Of Serve's own, which come and go with its health checks."""
+
 Resources = dict[str, tuple[int, int]]
 
 
@@ -102,9 +105,18 @@ def surplus(before: Resources, after: Resources) -> Resources:
     }
 
 
+def tasks(scrape: Scrape) -> dict[str, float]:
+    """Tasks on the event loop of each kind of process."""
+    return {
+        role: scrape.value("baton_asyncio_tasks", role=role)
+        for role in ("front", "decode", "prefill")
+    }
+
+
 def test_nothing_is_left_of_a_hundred_clients_that_left(baton_server: BatonServer) -> None:
     """Three rounds: the first one makes what is made lazily, the others must add nothing."""
     seen: list[Resources] = []
+    tasks_seen: list[dict[str, float]] = []
     for seed in (1, 2, 3):
         before = baton_server.wait_until_idle()
         left = asyncio.run(hundred_clients(baton_server, seed))
@@ -121,10 +133,14 @@ def test_nothing_is_left_of_a_hundred_clients_that_left(baton_server: BatonServe
             assert after.blocks(role, "free") == before.blocks(role, "free")
         assert after.value("baton_failed_steps_total") == 0
         seen.append(resources(baton_server))
+        tasks_seen.append(tasks(after))
 
-    print(f"descriptors and threads after each round: {seen}")
+    print(f"descriptors and threads after each round: {seen}; tasks: {tasks_seen}")
     assert surplus(seen[0], seen[1]) == {}
     assert surplus(seen[0], seen[2]) == {}
+    assert all(count > 0 for count in tasks_seen[0].values()), "a process did not say"
+    for role, count in tasks_seen[0].items():
+        assert max(later[role] for later in tasks_seen[1:]) <= count + SPARE_TASKS, role
 
 
 async def test_a_client_that_leaves_stops_a_long_prefill(baton_server: BatonServer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from deployments.openai.errors import InvalidRequestError, UnknownModelError
@@ -133,3 +135,19 @@ async def test_chat_choices_are_bounded_too(codec):
 
 def test_drawn_request_ids_differ(front):
     assert len({front.new_request_id() for _ in range(100)}) == 100
+
+
+async def test_metrics_count_the_tasks_of_fronts_loop(front):
+    """A task more shows at once: that is how one that leaks is found."""
+
+    def counted():
+        (found,) = [item for item in front.snapshot().samples if item.name == "baton_asyncio_tasks"]
+        return found.value
+
+    before = counted()
+    waiting = asyncio.create_task(asyncio.Event().wait())
+    assert counted() == before + 1
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert counted() == before
+    assert "baton_asyncio_tasks{" in await front.metrics_text()
