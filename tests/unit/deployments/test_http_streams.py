@@ -197,7 +197,7 @@ def test_a_stream_says_what_the_whole_answer_says(codec, text, stop, sizes, is_c
     async def both() -> tuple[dict, list]:
         front, backend = make_front(script, codec=codec)
         own = {"messages": CHAT["messages"]} if is_chat else {"prompt": "hi"}
-        body = {"model": MODEL, **own, "stop": stop, "n": n, "seed": 3, "max_tokens": 30}
+        body = {"model": MODEL, **own, "stop": stop, "n": n, "seed": 3, "max_tokens": 60}
         path = "/v1/chat/completions" if is_chat else "/v1/completions"
         options = {"stream": True, "stream_options": {"include_usage": True}}
         async with client_of(front) as client:
