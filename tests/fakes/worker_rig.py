@@ -122,6 +122,7 @@ class RigConfig:
     queue_limit: int = 16
     num_prefill: int = 2
     """None of them: the decode worker is colocated."""
+    num_decode: int = 1
     lease_s: float = 5.0
     sweep_s: float = 0.02
     decode: DecodeConfig = field(
@@ -164,8 +165,18 @@ class PrefillPoolFake:
         return self.workers[number % len(self.workers)].prefill(request)
 
 
+@dataclass(slots=True, kw_only=True)
+class DecodeEnd:
+    """A decode worker and what it is made of."""
+
+    side: Side
+    transport: WatchedTransport
+    receiver: KVReceiver
+    worker: DecodeWorker
+
+
 class Rig:
-    """The workers, started, and what tests look at."""
+    """The workers, started, and what tests look at; `decode` is the first of its kind."""
 
     def __init__(self, config: RigConfig, model: ModelFactory, transport: WatchedTransport) -> None:
         self.config = config
@@ -174,43 +185,43 @@ class Rig:
         self.generation_shift = 0
         """Added to what the senders see: a pool that lost count."""
         self.prefill_sides = [
-            self._side(f"prefill-{i}", model, watched=False) for i in range(config.num_prefill)
+            self._side(f"prefill-{i}", model, watch=None) for i in range(config.num_prefill)
         ]
         self.prefill_workers = [self._prefill_worker(side) for side in self.prefill_sides]
         self.prefill = PrefillPoolFake(self.prefill_workers)
-        self.side = self._side("decode-0", model, watched=True)
-        self.receiver = KVReceiver(
-            memory=self.side.memory,
-            me=self.side.info,
-            transports=[transport],
-            lease_s=config.lease_s,
-        )
-        is_split = config.num_prefill > 0
-        self.decode = self.decode_worker(self.prefill if is_split else None)
+        self.decode_ends = [
+            # One pool's blocks are not another's: each is watched by itself.
+            self._decode_end(
+                f"decode-{i}", model, WatchedTransport(transport.base) if i else transport
+            )
+            for i in range(config.num_decode)
+        ]
+        first = self.decode_ends[0]
+        self.side, self.receiver, self.decode = first.side, first.receiver, first.worker
 
     def decode_worker(self, prefill: PrefillService | None) -> DecodeWorker:
-        """The decode worker around this rig's engine."""
-        return DecodeWorker(
-            engine=self.side.engine,
-            me=self.side.info,
-            config=self.config.decode,
-            receiver=self.receiver if prefill is not None else None,
-            prefill=prefill,
-            clock=self.clock,
-        )
+        """Another decode worker around the first one's engine."""
+        return self._decode_worker(self.side, self.receiver, prefill)
+
+    @property
+    def sides(self) -> list[Side]:
+        """Of all workers, decode first."""
+        return [end.side for end in self.decode_ends] + self.prefill_sides
 
     async def start(self) -> None:
         """Start all workers."""
         for worker in self.prefill_workers:
             await worker.start()
-        await self.decode.start()
+        for end in self.decode_ends:
+            await end.worker.start()
 
     async def stop(self) -> None:
         """Stop all workers, decode first."""
-        for side in (self.side, *self.prefill_sides):
+        for side in self.sides:
             if isinstance(side.runner, ByteModelRunner):
                 side.runner.let_go()
-        await self.decode.stop()
+        for end in self.decode_ends:
+            await end.worker.stop()
         for worker in self.prefill_workers:
             await worker.stop()
 
@@ -226,7 +237,7 @@ class Rig:
         """What is not free, in words."""
         held = [
             f"{side.info.worker_id}: {side.pool.counts()} {side.scheduler.count_by_status()}"
-            for side in (self.side, *self.prefill_sides)
+            for side in self.sides
             if not side.is_empty
         ]
         held += [
@@ -234,18 +245,21 @@ class Rig:
             for worker in self.prefill_workers
             if (leases := worker.stats()[1].active_leases)
         ]
-        if active := self.receiver.stats().active:
-            held.append(f"{active} transfers")
-        if handoffs := self.decode.stats()[2].active:
-            held.append(f"{handoffs} hand-offs")
+        for end in self.decode_ends:
+            if active := end.receiver.stats().active:
+                held.append(f"{active} transfers")
+            if handoffs := end.worker.stats()[2].active:
+                held.append(f"{handoffs} hand-offs")
         return held
 
     def check(self) -> None:
         """Every scheduler's invariants, and no block freed before its fence."""
-        for side in (self.side, *self.prefill_sides):
+        for side in self.sides:
             if side.engine.failure is None:
                 side.scheduler.check_invariants()
-        assert self.transport.violations == []
+        assert [
+            end.transport.violations for end in self.decode_ends if end.transport.violations
+        ] == []
 
     def expire(self) -> None:
         """Move the clock past every deadline, and have the decode engine look at it."""
@@ -256,14 +270,40 @@ class Rig:
         """Have the decode engine plan again: any call does, even for an unknown sequence."""
         self.side.engine.cancel(SequenceId(-1))
 
-    def _side(self, worker_id: str, model: ModelFactory, *, watched: bool) -> Side:
+    def _decode_end(
+        self, worker_id: str, model: ModelFactory, transport: WatchedTransport
+    ) -> DecodeEnd:
+        side = self._side(worker_id, model, watch=transport)
+        receiver = KVReceiver(
+            memory=side.memory,
+            me=side.info,
+            transports=[transport],
+            lease_s=self.config.lease_s,
+        )
+        prefill = self.prefill if self.config.num_prefill > 0 else None
+        worker = self._decode_worker(side, receiver, prefill)
+        return DecodeEnd(side=side, transport=transport, receiver=receiver, worker=worker)
+
+    def _decode_worker(
+        self, side: Side, receiver: KVReceiver, prefill: PrefillService | None
+    ) -> DecodeWorker:
+        return DecodeWorker(
+            engine=side.engine,
+            me=side.info,
+            config=self.config.decode,
+            receiver=receiver if prefill is not None else None,
+            prefill=prefill,
+            clock=self.clock,
+        )
+
+    def _side(self, worker_id: str, model: ModelFactory, *, watch: WatchedTransport | None) -> Side:
         config = self.config
         runner, memory = model(config.num_blocks)
         pool = WatchedPool(
             num_blocks=config.num_blocks,
             block_size=config.layout.block_size,
             max_model_len=config.max_model_len,
-            transport=self.transport if watched else None,
+            transport=watch,
         )
         scheduler = Scheduler(
             pool,

@@ -1,0 +1,211 @@
+"""The ways to a token: who computes what, in which company, in which pieces.
+
+Each mode proves that it was one: a mode that fell back to another would compare nothing new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.fakes.worker_rig import ModelFactory, Rig, RigConfig, generate_request, worker_rig
+from tests.parity.references import Reference
+from tests.parity.subjects import Subject
+from workers.decode import DecodeConfig, DecodeWorker
+from workers.engine.sampling_params import SamplingParams
+from workers.engine.step import StepPlan, StepResult
+from workers.engine.step_thread import ModelRunner
+from workers.messages import Failed, Finished, GenerateRequest, TokenFrame
+
+__all__ = ["MODES", "Mode", "generate"]
+
+_PATIENCE_S = 3000.0
+"""A hang shows as such; the machine may be as slow as it likes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    """What the workers' steps were like, seen from outside."""
+
+    widest: int = 0
+    """Sequences of one step at most."""
+    decoded_together: int = 0
+    """Decoding sequences of one step at most."""
+    cut_prompts: int = 0
+    """Prompt chunks that were not the whole prompt."""
+    mixed: int = 0
+    """Steps with both a decode and a prompt chunk."""
+
+    def see(self, plan: StepPlan) -> None:
+        """Note one step."""
+        decodes = sum(entry.num_output_tokens > 0 for entry in plan.sequences)
+        self.widest = max(self.widest, len(plan.sequences))
+        self.decoded_together = max(self.decoded_together, decodes)
+        self.cut_prompts += sum(entry.sampling is None for entry in plan.sequences)
+        self.mixed += 0 < decodes < len(plan.sequences)
+
+    def around(self, model: ModelFactory) -> ModelFactory:
+        """The same model, watched."""
+
+        def make(num_blocks: int):  # type: ignore[no-untyped-def]
+            runner, memory = model(num_blocks)
+            return _WatchedRunner(runner, self), memory
+
+        return make
+
+
+class _WatchedRunner:
+    def __init__(self, runner: ModelRunner, watch: Watch) -> None:
+        self._runner = runner
+        self._watch = watch
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._watch.see(plan)
+        return self._runner.execute(plan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """How requests are served, and what shows that they were served so."""
+
+    name: str
+    together: int
+    """Requests in flight at most."""
+    is_proven: Callable[[Rig, Watch], bool]
+    at_least: int = 0
+    """Requests that are needed to show it."""
+    num_prefill: int = 0
+    num_decode: int = 1
+    chunk_tokens: int | None = None
+    """Prompt tokens of one sequence in a step; None is as much as a step holds."""
+
+    def config(self, subject: Subject) -> RigConfig:
+        """The workers for a model."""
+        window = subject.max_model_len
+        chunk = self.chunk_tokens or window
+        return RigConfig(
+            layout=subject.layout,
+            num_blocks=self._num_blocks(subject),
+            max_model_len=window,
+            max_sequences=16,
+            # Room for the decodes beside a chunk and half of another's.
+            step_tokens=16 + chunk + (chunk // 2 if self.chunk_tokens else 0),
+            prefill_chunk_tokens=chunk,
+            num_prefill=self.num_prefill,
+            num_decode=self.num_decode,
+            queue_limit=64,
+            decode=DecodeConfig(local_prefill_tokens=0, transfer_deadline_s=_PATIENCE_S),
+        )
+
+    def asked(self, subject: Subject) -> list[Reference]:
+        """A subject's prompts; with repetitions if there are fewer than are to run together."""
+        references = subject.references
+        return list(references) * (-(-self.at_least // len(references)) or 1)
+
+    def _num_blocks(self, subject: Subject) -> int:
+        """Room for the largest requests that may run together, and for a window."""
+        largest = sorted(
+            (
+                subject.layout.blocks_for(len(reference.prompt) + len(reference.tokens))
+                for reference in self.asked(subject)
+            ),
+            reverse=True,
+        )
+        return max(subject.layout.blocks_for(subject.max_model_len), sum(largest[: self.together]))
+
+
+def _all_moved(rig: Rig, watch: Watch) -> bool:
+    """Every prompt was computed on a prefill worker, none fell back."""
+    handoffs = [end.worker.stats()[2] for end in rig.decode_ends]
+    return all(h.remote_prompts > 0 and not h.fallback_prompts for h in handoffs) and not any(
+        h.local_prompts for h in handoffs
+    )
+
+
+def _all_took_part(rig: Rig, watch: Watch) -> bool:
+    computed = [side.scheduler.totals.prompt_tokens for side in rig.prefill_sides]
+    return _all_moved(rig, watch) and all(computed)
+
+
+MODES = (
+    Mode(
+        name="colocated",
+        together=1,
+        is_proven=lambda rig, watch: watch.widest == 1 and not watch.cut_prompts,
+    ),
+    Mode(
+        name="split",
+        together=4,
+        num_prefill=1,
+        is_proven=_all_moved,
+    ),
+    Mode(
+        name="chunked",
+        together=4,
+        chunk_tokens=13,  # no multiple of a block, and less than most prompts
+        is_proven=lambda rig, watch: watch.cut_prompts > 0 and watch.mixed > 0,
+    ),
+    Mode(
+        name="16 at once",
+        together=16,
+        at_least=16,
+        is_proven=lambda rig, watch: watch.decoded_together == 16,
+    ),
+    Mode(
+        name="2 x 2",
+        together=8,
+        at_least=4,
+        num_prefill=2,
+        num_decode=2,
+        chunk_tokens=64,
+        is_proven=_all_took_part,
+    ),
+)
+
+
+def greedy(number: int, reference: Reference) -> SamplingParams:
+    """As many tokens as the reference has, the likeliest each time."""
+    return SamplingParams(max_tokens=len(reference.tokens), temperature=0.0)
+
+
+async def generate(
+    mode: Mode,
+    subject: Subject,
+    sampling: Callable[[int, Reference], SamplingParams] = greedy,
+) -> list[tuple[Reference, tuple[int, ...]]]:
+    """Serve every prompt of a subject in a mode; what should come if greedy, with what came."""
+    watch = Watch()
+    asked = mode.asked(subject)
+    async with worker_rig(mode.config(subject), model=watch.around(subject.model)) as rig:
+        workers = [end.worker for end in rig.decode_ends]
+        places = asyncio.Semaphore(mode.together)
+        answers = await asyncio.gather(
+            *(
+                _ask(
+                    workers[number % len(workers)],
+                    generate_request(reference.prompt, sampling(number, reference), number=number),
+                    places,
+                )
+                for number, reference in enumerate(asked)
+            )
+        )
+        await rig.settled()
+        assert mode.is_proven(rig, watch), f"{mode.name} was not what ran: {watch}"
+    return list(zip(asked, answers, strict=True))
+
+
+async def _ask(
+    worker: DecodeWorker, request: GenerateRequest, places: asyncio.Semaphore
+) -> tuple[int, ...]:
+    tokens: list[int] = []
+    async with places, asyncio.timeout(_PATIENCE_S):
+        async for event in worker.generate(request):
+            match event:
+                case TokenFrame():
+                    tokens.extend(event.token_ids)
+                case Failed():
+                    raise AssertionError(f"{request.request_id} failed: {event}")
+                case Finished():
+                    break
+    return tuple(tokens)
