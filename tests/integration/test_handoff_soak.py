@@ -19,7 +19,8 @@ from tests.fakes.paged_model import paged
 from tests.fakes.tiny_models import MAX_MODEL_LEN, SERVED, layout_of, make_model
 from tests.fakes.transport import Fault, FaultKind, FaultyTransport
 from tests.fakes.worker_rig import Client, Rig, RigConfig, generate_request, worker_rig
-from tests.integration.test_parity import TIE, make_reference
+from tests.parity.ledger import TIE
+from tests.parity.references import make_reference
 from workers.decode import DecodeConfig
 from workers.engine.sampling_params import SamplingParams
 from workers.messages import Finished

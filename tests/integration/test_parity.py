@@ -16,6 +16,8 @@ import torch
 
 from kv_transfer.geometry import BlockId
 from tests.fakes.tiny_models import MAX_MODEL_LEN, REFUSED, SERVED, layout_of, make_model
+from tests.parity.ledger import TIE
+from tests.parity.references import Reference, make_reference
 from workers.engine.attention.torch_cpu import TorchCpuBackend
 from workers.engine.build import build_runner
 from workers.engine.kv_cache import KVCache
@@ -30,19 +32,7 @@ from workers.models.loading import load_model_info, load_tokenizer, load_weights
 from workers.models.store import ModelStore, default_cache_dir
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-TIE = 1e-3
-"""Logits closer than this may change places by rounding."""
 BLOCK_SIZE = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """What `generate` gives for a prompt."""
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    gaps: tuple[float, ...]
-    """By token: the likeliest logit less the second."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,25 +42,6 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def make_reference(model, prompt: Sequence[int], num_tokens: int) -> Reference:
-    output = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    top = [logits[0].topk(2).values for logits in output.logits]
-    return Reference(
-        prompt=tuple(prompt),
-        tokens=tuple(output.sequences[0, len(prompt) :].tolist()),
-        gaps=tuple(float(first - second) for first, second in top),
-    )
 
 
 @dataclass(slots=True, kw_only=True)
