@@ -48,7 +48,7 @@ class Watch:
     def around(self, model: ModelFactory) -> ModelFactory:
         """The same model, watched."""
 
-        def make(num_blocks: int):  # type: ignore[no-untyped-def]
+        def make(num_blocks: int):
             runner, memory = model(num_blocks)
             return _WatchedRunner(runner, self), memory
 
