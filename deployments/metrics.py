@@ -91,6 +91,12 @@ _PROCESSES = (
 )
 _WORKERS = (
     _gauge(
+        "baton_runner",
+        "1 for the way in which the worker runs its model: llama_shaped (Baton's own decoder) or "
+        "stock (transformers' modules).",
+        "tier",
+    ),
+    _gauge(
         "baton_kv_blocks",
         "Blocks of the pool, by state: free, reserved, used, cached, quarantined; `total` is "
         "their sum.",

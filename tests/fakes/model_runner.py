@@ -32,6 +32,7 @@ class FakeModelRunner:
     def __init__(self, *, block_size: int) -> None:
         self._block_size = block_size
         self._slots: dict[int, int] = {}
+        self.tier = "fake"
         self.plans: list[StepPlan] = []
         """Every plan executed, in order."""
         self.errors: list[BaseException] = []

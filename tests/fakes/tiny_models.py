@@ -50,6 +50,7 @@ SERVED: Mapping[str, Mapping[str, Any]] = {
         "query_pre_attn_scalar": 16,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "gemma": {**_GROUPED, "head_dim": 16},
     "gpt2": _GPT2_NAMES,
     "gpt_neox": {},
     "gpt_oss": {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ from tests.fakes.tiny_models import MAX_MODEL_LEN, REFUSED, SERVED, layout_of, m
 from tests.parity.ledger import TIE
 from tests.parity.references import Reference, make_reference
 from workers.engine.attention.torch_cpu import TorchCpuBackend
-from workers.engine.build import build_runner
+from workers.engine.build import build_runner, make_forward
 from workers.engine.kv_cache import KVCache
 from workers.engine.model_runner import RaggedModelRunner
+from workers.engine.runners.choose import LLAMA_SHAPED_TYPES
 from workers.engine.runners.self_check import check_model
 from workers.engine.runners.stock import StockForward
 from workers.engine.sampling_params import SamplingParams
@@ -133,19 +135,25 @@ def make_prompts(lengths: Sequence[int], vocabulary: int) -> list[list[int]]:
     return [torch.randint(1, vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
-@pytest.mark.parametrize("family", SERVED)
-def test_tiny_model_gives_the_tokens_of_generate(family):
+@pytest.mark.parametrize(
+    ("family", "tier"),
+    [(family, "stock") for family in SERVED]
+    + [(family, "llama_shaped") for family in sorted(LLAMA_SHAPED_TYPES)],
+)
+def test_tiny_model_gives_the_tokens_of_generate(family, tier):
     model = make_model(family, SERVED[family])
     prompts = make_prompts([3, 21, 9, 14], 256)
     references = [make_reference(model, prompt, 12) for prompt in prompts]
     layout = layout_of(model, block_size=BLOCK_SIZE)
-    check_model(model, layout, max_model_len=MAX_MODEL_LEN)
+    checked = check_model(model, layout, max_model_len=MAX_MODEL_LEN)
+    make = make_forward(model, checked, layout)
+    if tier == "stock":
+        make = partial(StockForward, model)
 
     for ways in ({}, {"chunk": 5}, {"chunk": 5, "lag": 3}):
         kv_cache = KVCache(layout, 64, poison=True)
-        runner = RaggedModelRunner(
-            StockForward(model, TorchCpuBackend(kv_cache)), block_size=BLOCK_SIZE
-        )
+        runner = RaggedModelRunner(make(TorchCpuBackend(kv_cache)), block_size=BLOCK_SIZE)
+        assert runner.tier == tier
         assert_parity(references, drive(runner, references, 64, BLOCK_SIZE, **ways))
 
 

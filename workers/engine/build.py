@@ -1,21 +1,36 @@
-"""From a model to a runner over a pool of blocks, refused unless it was seen to be right."""
+"""From a model to a runner over a pool of blocks, refused unless it was seen to be right.
+
+The tier is chosen by the configuration; what it computes is compared with the stock model, with the
+real weights. Our own decoder gives way to the stock modules where it differs.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from kv_transfer.geometry import KVLayout
+from workers.engine.attention.backend import AttentionBackend
 from workers.engine.attention.torch_cpu import TorchCpuBackend
 from workers.engine.kv_cache import KVCache, torch_dtype
 from workers.engine.linear import pack_head
 from workers.engine.model_runner import RaggedModelRunner
-from workers.engine.runners.self_check import check_model
+from workers.engine.runners.choose import RunnerChoice, choose_runner
+from workers.engine.runners.comparison import compare
+from workers.engine.runners.forward import ForwardPass
+from workers.engine.runners.llama_shaped import LlamaShapedDecoder, LlamaShapedForward
+from workers.engine.runners.self_check import CheckedModel, check_model
 from workers.engine.runners.stock import StockForward
 from workers.models.loading import ModelInfo, load_weights
 
-__all__ = ["build_runner"]
+__all__ = ["build_runner", "make_forward"]
+
+_logger = logging.getLogger(__name__)
+
+ForwardFactory = Callable[[AttentionBackend], ForwardPass]
 
 
 def build_runner(
@@ -41,8 +56,39 @@ def build_runner(
     torch.set_num_threads(threads)
     if isinstance(model, Path):
         model = load_weights(model, dtype=dtype, device="cpu", attn_implementation="eager")
-    check_model(model, layout, max_model_len=max_model_len or info.context_length)
+    checked = check_model(model, layout, max_model_len=max_model_len or info.context_length)
     pack_head(model)
     kv_cache = KVCache(layout, num_blocks)
-    forward = StockForward(model, TorchCpuBackend(kv_cache))
+    forward = make_forward(model, checked, layout)(TorchCpuBackend(kv_cache))
     return RaggedModelRunner(forward, block_size=layout.block_size), kv_cache
+
+
+def make_forward(model: torch.nn.Module, checked: CheckedModel, layout: KVLayout) -> ForwardFactory:
+    """The best forward pass for a model that passed its check, for any backend over such a layout.
+
+    Says in the log which tier it is, and why. With our own decoder some of the model's matrices
+    become one, of which its modules keep views.
+    """
+    choice = choose_runner(model.config.model_type)  # type: ignore[union-attr, arg-type]
+    make: ForwardFactory | None = None
+    if choice.tier == "llama_shaped":
+        try:
+            make = _own_decoder(model, checked, layout)
+        except Exception as error:  # the stock modules were just seen to do what this could not
+            _logger.warning("own decoder is not right", exc_info=True)
+            choice = RunnerChoice(tier="stock", reason=f"the decoder of our own failed: {error}")
+    _logger.info(
+        "runner architecture=%s tier=%s reason=%s", type(model).__name__, choice.tier, choice.reason
+    )
+    return make or (lambda backend: StockForward(model, backend))
+
+
+def _own_decoder(model: torch.nn.Module, checked: CheckedModel, layout: KVLayout) -> ForwardFactory:
+    """Our own decoder; raises whatever goes wrong, and where it is not right."""
+    decoder = LlamaShapedDecoder(model, checked.scorings)
+
+    def make(backend: AttentionBackend) -> ForwardPass:
+        return LlamaShapedForward(decoder, backend)
+
+    compare(make, checked.reference, layout)
+    return make

@@ -39,6 +39,8 @@ _MAX_CONSECUTIVE_FAILURES = 2
 class EngineStats:
     """A snapshot of an engine's load and of what it has done."""
 
+    runner_tier: str
+    """By which way the model is run."""
     total_blocks: int
     free_blocks: int
     reserved_blocks: int
@@ -72,6 +74,7 @@ class Engine:
     ) -> None:
         self._scheduler = scheduler
         self._thread = StepThread(runner)
+        self._runner_tier = runner.tier
         self._clock = clock
         self._sinks: dict[SequenceId, EventSink] = {}
         self._next_id = 0
@@ -190,6 +193,7 @@ class Engine:
         blocks = self._scheduler.pool.counts()
         totals = self._scheduler.totals
         return EngineStats(
+            runner_tier=self._runner_tier,
             total_blocks=blocks.total,
             free_blocks=blocks.free,
             reserved_blocks=blocks.reserved,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from workers.engine.attention.backend import IntArray, StepMetadata, build_metadata
+from workers.engine.runners.choose import RunnerTier
 from workers.engine.runners.forward import ForwardPass
 from workers.engine.sampler import SamplingRow, sample
 from workers.engine.step import SequenceId, StepPlan, StepResult
@@ -26,6 +27,11 @@ class RaggedModelRunner:
         """Run steps with `forward`, over a pool whose blocks hold block_size tokens."""
         self._forward = forward
         self._block_size = block_size
+
+    @property
+    def tier(self) -> RunnerTier:
+        """See `ModelRunner.tier`."""
+        return self._forward.tier
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute KV for every row of a plan, and sample where it asks for that.

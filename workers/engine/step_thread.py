@@ -20,6 +20,10 @@ from workers.engine.step import StepPlan, StepResult
 class ModelRunner(Protocol):
     """Does what a plan says; called from one thread, one step at a time."""
 
+    @property
+    def tier(self) -> str:
+        """By which way the model is run."""
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute KV for every row, and sample where the plan asks for it."""
 

@@ -42,7 +42,10 @@ class AttentionHandler(Protocol):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of a layer: q, k, v `[num_tokens, (kv_)heads, head_dim]` -> like q."""
+        """Attention of a layer: q, k, v `[num_tokens, (kv_)heads, head_dim]` -> like q.
+
+        v, and the result, may be of another width than q and k.
+        """
 
 
 # Keyword arguments would be the plainer way to hand it over, but some models drop them.

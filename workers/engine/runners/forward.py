@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from workers.engine.attention.backend import IntArray, StepMetadata
+from workers.engine.runners.choose import RunnerTier
 
-__all__ = ["ForwardPass"]
+__all__ = ["ForwardPass", "LayerScoring"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerScoring:
+    """What a layer asks of its attention; see `AttentionBackend.forward`."""
+
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
 
 
 class ForwardPass(Protocol):
     """A model over one pool of blocks; used by one thread at a time."""
+
+    @property
+    def tier(self) -> RunnerTier:
+        """Which of the ways it is."""
 
     def logits(self, meta: StepMetadata, rows: IntArray) -> torch.Tensor:
         """Run a step; returns the logits `[len(rows), vocabulary]` of some of its rows.

@@ -8,9 +8,11 @@ assumed.
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
 from workers.engine.attention.backend import AttentionBackend, IntArray, StepMetadata
 from workers.engine.attention.interface import MaskFunction, packed_forward, use_packed_attention
+from workers.engine.runners.choose import RunnerTier
 
 __all__ = ["StockForward"]
 
@@ -27,6 +29,11 @@ class StockForward:
         self._model = model
         self._backend = backend
         self._handler = _BackendHandler(backend)
+
+    @property
+    def tier(self) -> RunnerTier:
+        """See `ForwardPass.tier`."""
+        return "stock"
 
     def logits(self, meta: StepMetadata, rows: IntArray) -> torch.Tensor:
         """See `ForwardPass.logits`."""
@@ -54,12 +61,26 @@ class _BackendHandler:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `AttentionHandler.attend`."""
-        return self._backend.forward(
+        """See `AttentionHandler.attend`.
+
+        Blocks hold keys and values of one width: the narrower ones are filled up with zeros, which
+        change no score and are cut off the result.
+        """
+        query, key, value = qkv
+        value_dim = value.shape[-1]
+        missing = key.shape[-1] - value_dim
+        if missing > 0:
+            value = pad(value, (0, missing))
+        elif missing < 0:
+            query, key = pad(query, (0, -missing)), pad(key, (0, -missing))
+        attended = self._backend.forward(
             layer_index,
-            *qkv,
+            query,
+            key,
+            value,
             scale=scale,
             sliding_window=sliding_window,
             softcap=softcap,
             sinks=sinks,
         )
+        return attended[..., :value_dim] if missing > 0 else attended

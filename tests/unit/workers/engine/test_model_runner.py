@@ -206,7 +206,7 @@ FAULTS = {
 def test_the_self_check_sees_a_wrong_attention(family, fault, monkeypatch):
     model = make_model(family, SERVED[family])
     monkeypatch.setattr(
-        "workers.engine.runners.self_check.TorchCpuBackend",
+        "workers.engine.runners.comparison.TorchCpuBackend",
         lambda kv_cache: BrokenBackend(kv_cache, fault),
     )
 
@@ -291,6 +291,7 @@ def test_build_makes_a_checked_runner_over_a_pool_of_the_size_asked_for(own_mode
     )
 
     assert torch.get_num_threads() == 1
+    assert runner.tier == "llama_shaped"
     assert kv_cache.num_blocks == 24
     assert runner.execute(step(share(0, [5, 6, 7]))).token_ids.keys() == {0}
     assert torch.isfinite(kv_cache.layer(0)[0][0, :3]).all()
