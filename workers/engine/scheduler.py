@@ -117,7 +117,7 @@ class Scheduler:
     @property
     def pool(self) -> BlockPool:
         """The pool; others only read it."""
-        return self._roster.pool
+        return self._roster.holdings.pool
 
     @property
     def num_waiting(self) -> int:
@@ -208,7 +208,7 @@ class Scheduler:
         if sequence is None:
             return False
         self._roster.start_decoding(sequence)
-        self._roster.computed(sequence, sequence.num_prompt_tokens)
+        self._roster.holdings.computed(sequence, sequence.num_prompt_tokens)
         self._accept(sequence, first_token)
         self._roster.admit()
         return True
@@ -294,7 +294,7 @@ class Scheduler:
             return None
         self._in_flight = StepPlan(step_id=self._steps, sequences=tuple(scheduled))
         self._steps += 1
-        self._roster.take_off(entry.sequence_id for entry in scheduled)
+        self._roster.holdings.take_off(entry.sequence_id for entry in scheduled)
         return self._in_flight
 
     def commit(self, result: StepResult) -> None:
@@ -313,7 +313,7 @@ class Scheduler:
             if reason is not None:
                 self._fail(sequence, StepFailedError(reason))
                 continue
-            self._roster.computed(sequence, entry.end)
+            self._roster.holdings.computed(sequence, entry.end)
             if sequence.status is SequenceStatus.PREFILLING:
                 self._commit_chunk(sequence, entry, result)
             else:
@@ -377,7 +377,7 @@ class Scheduler:
 
     def _land(self) -> None:
         self._in_flight = None
-        self._roster.land()
+        self._roster.holdings.land()
 
     def _commit_chunk(
         self, sequence: Sequence, entry: ScheduledSequence, result: StepResult
