@@ -6,12 +6,14 @@ from collections.abc import Mapping
 
 from workers.engine.block_pool import BlockPool
 from workers.engine.events import Event
+from workers.engine.prefix_cache import PrefixScope
 from workers.engine.sampling_params import SamplingParams
 from workers.engine.scheduler import Scheduler, SchedulerConfig
 from workers.engine.sequence import SequenceMode, SequenceSpec
 from workers.engine.step import SequenceId, StepPlan, StepResult
 
 BLOCK_SIZE = 4
+SCOPE = PrefixScope(fingerprint="a model in a layout", block_size=BLOCK_SIZE)
 
 
 def make_scheduler(
@@ -23,8 +25,9 @@ def make_scheduler(
     prefill_chunk_tokens: int = 4,
     queue_limit: int = 8,
     aging_s: float = 10.0,
+    scope: PrefixScope | None = None,
 ) -> Scheduler:
-    """A scheduler small enough to reach its limits in a few calls."""
+    """A scheduler small enough to reach its limits in a few calls; a scope turns hits on."""
     pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=max_model_len)
     config = SchedulerConfig(
         max_model_len=max_model_len,
@@ -34,7 +37,7 @@ def make_scheduler(
         queue_limit=queue_limit,
         aging_s=aging_s,
     )
-    return Scheduler(pool, config)
+    return Scheduler(pool, config, scope)
 
 
 def make_spec(
@@ -46,6 +49,8 @@ def make_spec(
     priority: int = 0,
     deadline: float | None = None,
     stop: frozenset[int] = frozenset(),
+    salt: str = "",
+    looks_up: bool = True,
 ) -> SequenceSpec:
     """A sequence whose prompt is 0, 1, 2 ..."""
     return SequenceSpec(
@@ -55,6 +60,8 @@ def make_spec(
         mode=mode,
         priority=priority,
         deadline=deadline,
+        cache_salt=salt,
+        uses_prefix_cache=looks_up,
     )
 
 
@@ -104,4 +111,4 @@ def rows(scheduler: Scheduler) -> list[tuple[int, int, int]]:
 
 def free_blocks(scheduler: Scheduler) -> int:
     """Blocks that could be reserved now."""
-    return scheduler.pool.num_free
+    return scheduler.pool.num_available

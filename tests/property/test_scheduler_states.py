@@ -2,10 +2,14 @@
 
 The fake model reads a sequence's history back through its block table. A block that is handed out
 while a step or a transfer may still write to it therefore shows as a wrong token, whatever the
-scheduler's own books say.
+scheduler's own books say. So does a prefix hit on a block that holds another text. Prompts are
+few, and begin alike in every salt, so that hits are many; a machine beside it remembers under
+which salt each block was written.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kv_transfer.geometry import BlockId
 from tests.fakes.model_runner import FakeModelRunner, generate
-from tests.fakes.scheduling import BLOCK_SIZE, make_scheduler
+from tests.fakes.scheduling import BLOCK_SIZE, SCOPE, make_scheduler
 from workers.engine.events import (
     TERMINAL_EVENTS,
     Admitted,
@@ -39,6 +43,8 @@ STEP_TOKENS = 5
 """Little more than max_sequences: decodes and chunks compete for rows."""
 AGING_S = 10.0
 GARBAGE = -1
+SALTS = ("", "tenant")
+TEXTS = 2
 
 
 class Record:
@@ -52,6 +58,8 @@ class Record:
         self.admission = 0
         """Its number among all that were admitted, once it is."""
         self.token_ids: list[int] = []
+        self.num_hit_tokens = 0
+        """Prefix hit at its admission: nothing but what comes after it may be written."""
         self.num_computed = 0
         self.first_token: int | None = None
         self.end: Event | None = None
@@ -67,6 +75,11 @@ class Record:
         return len(self.spec.prompt_token_ids) + num_output
 
     @property
+    def placement(self) -> tuple[BlockId, ...]:
+        """Where a transfer writes."""
+        return self.block_ids[self.num_hit_tokens // BLOCK_SIZE :]
+
+    @property
     def is_held(self) -> bool:
         """Whether its prompt has been computed for somebody else to read."""
         return self.first_token is not None
@@ -78,10 +91,14 @@ class Record:
                 assert not self.block_ids
                 assert len(event.block_ids) * BLOCK_SIZE >= self.num_reserved_tokens
                 self.block_ids = event.block_ids
+                self.num_hit_tokens = self.num_computed = event.num_hit_tokens
+                assert event.num_hit_tokens < len(self.spec.prompt_token_ids)
+                assert self.spec.uses_prefix_cache or event.num_hit_tokens == 0
                 self.admission = admission
             case ChunkComputed():
                 assert event.num_computed > self.num_computed
                 self.num_computed = event.num_computed
+                self.block_ids = event.block_ids
             case PromptComputed():
                 assert self.num_computed == len(self.spec.prompt_token_ids)
                 self.first_token = event.first_token
@@ -116,13 +133,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = make_scheduler(
-            num_blocks=10, max_sequences=4, step_tokens=STEP_TOKENS, queue_limit=3, aging_s=AGING_S
+            num_blocks=10,
+            max_sequences=4,
+            step_tokens=STEP_TOKENS,
+            queue_limit=3,
+            aging_s=AGING_S,
+            scope=SCOPE,
         )
         self.runner = FakeModelRunner(block_size=BLOCK_SIZE)
         self.records: dict[SequenceId, Record] = {}
         self.in_flight: StepPlan | None = None
         self.now = 0.0
         self.admissions = 0
+        self.salts: dict[BlockId, str] = {}
+        """Under which salt each block was last written."""
 
     # -- what the rules share -------------------------------------------------------------------
 
@@ -141,8 +165,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan is not None
         return plan
 
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run the model; what it reads and writes must be of the sequence's own salt."""
+        for entry in plan.sequences:
+            salt = self.records[entry.sequence_id].spec.cache_salt
+            first_written = entry.start // BLOCK_SIZE
+            self.salt_is_its_own(entry.block_ids[:first_written], salt)
+            self.note_salt(
+                entry.block_ids[first_written:], entry.end - first_written * BLOCK_SIZE, salt
+            )
+        return self.runner.execute(plan)
+
+    def salt_is_its_own(self, block_ids: tuple[BlockId, ...], salt: str) -> None:
+        assert all(self.salts.get(block_id) == salt for block_id in block_ids), "INV-SALT"
+
+    def note_salt(self, block_ids: tuple[BlockId, ...], num_tokens: int, salt: str) -> None:
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        self.salts.update(dict.fromkeys(block_ids[:num_blocks], salt))
+
+    def table_of(self, number: SequenceId) -> tuple[BlockId, ...]:
+        return self.scheduler._roster.live[number].block_ids
+
     def in_status(self, *wanted: SequenceStatus) -> list[SequenceId]:
         return [number for number in self.records if self.scheduler.status_of(number) in wanted]
+
+    def live(self) -> list[SequenceId]:
+        return [number for number, record in self.records.items() if record.end is None]
 
     def unfenced(self) -> list[SequenceId]:
         return [number for number, record in self.records.items() if not record.is_fenced]
@@ -159,10 +207,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         patience=st.none() | st.integers(1, 30),
         stops_at=st.none() | st.integers(1, 8),
+        text=st.integers(1, TEXTS),
+        salt=st.sampled_from(SALTS),
+        looks_up=st.sampled_from([True, True, True, False]),
+        follows=st.booleans(),
     )
-    def submit(self, prompt, max_tokens, mode, priority, patience, stops_at) -> None:
+    def submit(
+        self, prompt, max_tokens, mode, priority, patience, stops_at, text, salt, looks_up, follows
+    ) -> None:
         number = SequenceId(len(self.records))
-        token_ids = tuple(range(1000 * number, 1000 * number + prompt))
+        token_ids = tuple(range(1000 * text, 1000 * text + prompt))
+        if follows and self.records:  # the next turn of a conversation
+            before = self.records[SequenceId(number - 1)]
+            token_ids = (*before.spec.prompt_token_ids, *before.token_ids, 7)[:24]
         stop = () if stops_at is None else generate(token_ids, stops_at)[-1:]
         spec = SequenceSpec(
             sequence_id=number,
@@ -171,6 +228,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             mode=mode,
             priority=priority,
             deadline=None if patience is None else self.now + patience,
+            cache_salt=salt,
+            uses_prefix_cache=looks_up,
         )
         self.records[number] = Record(spec, self.now)
         try:
@@ -215,7 +274,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end_step(self) -> None:
         """The writes happen at the very end: whatever changed in between is hit by them."""
         plan = self.land()
-        self.scheduler.commit(self.runner.execute(plan))
+        self.scheduler.commit(self.execute(plan))
         self.drain()
 
     @precondition(lambda self: self.in_flight is None)
@@ -233,7 +292,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def break_step(self) -> None:
         plan = self.land()
-        self.runner.execute(plan)
+        self.execute(plan)
         self.scheduler.fail_step(StepFailedError("broken"))
         self.drain()
         for entry in plan.sequences:
@@ -244,7 +303,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end_step_with_a_bad_sequence(self, data: st.DataObject) -> None:
         plan = self.land()
         bad = data.draw(st.sampled_from(plan.sequences)).sequence_id
-        result = self.runner.execute(plan)
+        result = self.execute(plan)
         tokens = {number: token for number, token in result.token_ids.items() if number != bad}
         self.scheduler.commit(
             StepResult(step_id=plan.step_id, token_ids=tokens, failed={bad: "not finite"})
@@ -259,8 +318,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def publish(self, data: st.DataObject) -> None:
         number = self.pick(data, self.in_status(SequenceStatus.AWAITING_KV))
         record = self.records[number]
-        prompt = record.spec.prompt_token_ids
-        self.runner.write(record.block_ids, prompt)
+        prompt, hit, salt = (
+            record.spec.prompt_token_ids,
+            record.num_hit_tokens,
+            record.spec.cache_salt,
+        )
+        self.salt_is_its_own(record.block_ids[: hit // BLOCK_SIZE], salt)
+        self.note_salt(record.placement, len(prompt) - hit, salt)
+        self.runner.write(record.placement, prompt[hit:])
         record.is_fenced = True
         assert self.scheduler.publish(number, generate(prompt, 1)[0])
         self.drain()
@@ -290,7 +355,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def late_transfer_writes(self, data: st.DataObject) -> None:
         """A transfer that failed, or whose sequence ended, writes on until its fence."""
         record = self.records[self.pick(data, self.unfenced())]
-        for block_id in record.block_ids:
+        for block_id in record.placement:
             self.runner.write((block_id,), (GARBAGE,) * BLOCK_SIZE)
 
     # -- ends -----------------------------------------------------------------------------------
@@ -332,21 +397,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check_invariants()
 
     @invariant()
-    def nobody_gets_blocks_that_are_written_to(self) -> None:
+    def nobody_else_holds_blocks_that_are_written_to(self) -> None:
         """A step writes until it ends, a transfer until its fence; whoever ended meanwhile."""
-        writers = {number: self.records[number].block_ids for number in self.unfenced()}
+        written = [block for number in self.unfenced() for block in self.records[number].placement]
+        held = [block_id for number in self.live() for block_id in self.table_of(number)]
+        for number in self.unfenced():
+            if self.records[number].end is not None:
+                held.extend(self.records[number].placement)
         if self.in_flight is not None:
-            writers |= {entry.sequence_id: entry.block_ids for entry in self.in_flight.sequences}
-        for number, record in self.records.items():
-            if record.end is None:
-                writers[number] = record.block_ids
-        owned = [block_id for block_ids in writers.values() for block_id in block_ids]
-        assert len(owned) == len(set(owned))
-        assert all(self.scheduler.pool.state(block_id) for block_id in owned)  # none is free
+            for entry in self.in_flight.sequences:
+                blocks = entry.block_ids[entry.start // BLOCK_SIZE :]
+                written.extend(blocks)
+                if self.records[entry.sequence_id].end is not None:
+                    held.extend(blocks)
+        times = Counter(held)
+        assert all(times[block_id] == 1 for block_id in written)
+        assert all(self.scheduler.pool.num_holders(block_id) for block_id in held)
 
     @invariant()
     def live_is_what_has_not_ended(self) -> None:
-        live = [number for number, record in self.records.items() if record.end is None]
+        live = self.live()
         assert len(live) == self.scheduler.num_live
         assert all(self.scheduler.status_of(number) is not None for number in live)
 
@@ -362,16 +432,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt = list(record.spec.prompt_token_ids)
             assert self.runner.read(record.block_ids, len(prompt)) == prompt
 
+    @invariant()
+    def what_can_be_found_is_what_it_is_named_by(self) -> None:
+        """Keys are of the text, in the salt, that the blocks up to it hold."""
+        for record in self.records.values():
+            chain = SCOPE.chain(record.spec.cache_salt)
+            token_ids = [*record.spec.prompt_token_ids, *record.token_ids]
+            chain.extend(token_ids, len(token_ids) // BLOCK_SIZE)
+            found = self.scheduler.pool.cache.match(chain.keys)
+            num_tokens = len(found) * BLOCK_SIZE
+            assert self.runner.read(found, num_tokens) == token_ids[:num_tokens]
+            self.salt_is_its_own(found, record.spec.cache_salt)
+
     def teardown(self) -> None:
-        """Nothing leaks: once all is ended, landed and fenced, every block is free."""
+        """Nothing leaks: once all is ended, landed and fenced, nobody holds a block."""
         self.scheduler.fail_all(WorkerStoppingError("stopping"))
         if self.in_flight is not None:
-            self.scheduler.commit(self.runner.execute(self.in_flight))
+            self.scheduler.commit(self.execute(self.in_flight))
         for number in self.unfenced():
             self.scheduler.fence(number)
         self.drain()
         assert all(record.end is not None for record in self.records.values())
-        assert self.scheduler.pool.num_free == self.scheduler.pool.num_blocks
+        assert self.scheduler.pool.num_available == self.scheduler.pool.num_blocks
         self.scheduler.check_invariants()
 
 

@@ -235,7 +235,7 @@ def test_worker_under_overload_serves_everybody_it_took(role, seed):
     scheduler.check_invariants()
     assert simulation.refused > 100, "the load was too light to prove anything"
     assert simulation.ends.keys() == simulation.specs.keys()
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.pool.num_available == scheduler.pool.num_blocks
     unexpected = [
         event
         for event in simulation.ends.values()

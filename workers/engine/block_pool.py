@@ -1,13 +1,15 @@
 """Every block of a worker's KV pool and the one state that it is in. Knows no sequence.
 
-    free --reserve--> reserved --mark_used--> used
-      ^                  |    \\                |
-      |                  |     quarantine       |
-      +-----release------+----------------------+
-                         ^     |
-                unquarantine (the fence)
+    free --reserve--> reserved --mark_used--> used <--reserve (hits)-- cached
+      ^                  |    \\                | |                       |
+      |                  |     quarantine       | +--release of the last--+
+      +-----release------+----------------------+      holder, if keyed   |
+      |                  ^     |                                          |
+      |           unquarantine (the fence)                                |
+      +--------------------- evicted by reserve, leaf first --------------+
 
-`release` is the only way back to free, so that a prefix cache has one place to keep a block at.
+A used block may have several holders; `release` gives up one hold. The last one frees the block,
+or leaves it cached where it has a key: it still holds KV, and goes when room is needed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kv_transfer.geometry import BlockId, ceil_div
+from workers.engine.prefix_cache import BlockKey, PrefixCache
 from workers.errors import PoolTooSmallError
 
 
@@ -27,9 +30,11 @@ class BlockState(IntEnum):
     RESERVED = 1
     """Taken for tokens that are not computed yet."""
     USED = 2
-    """Holds KV."""
+    """Holds KV, of one sequence or of several that begin alike."""
     QUARANTINED = 3
     """A transfer may still write to it; nobody gets it before the fence (INV-FENCE)."""
+    CACHED = 4
+    """Holds KV that can be found by its key; nobody holds it, whoever needs room gets it."""
 
 
 class BlockStateError(RuntimeError):
@@ -38,12 +43,13 @@ class BlockStateError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCounts:
-    """How many blocks are in each state; the four add up to `total` (INV-CONSERVE)."""
+    """How many blocks are in each state; the five add up to `total` (INV-CONSERVE)."""
 
     total: int
     free: int
     reserved: int
     used: int
+    cached: int
     quarantined: int
 
 
@@ -59,12 +65,19 @@ class BlockPool:
             )
         self._block_size = block_size
         self._states = bytearray(num_blocks)
-        self._counts = [num_blocks, 0, 0, 0]
+        self._counts = [num_blocks, 0, 0, 0, 0]
         # Last in, first out: a block that was just freed is warm, an untouched one costs page
         # faults. Reversed, so that a fresh pool hands out 0, 1, 2 ...
         self._free = [BlockId(index) for index in reversed(range(num_blocks))]
+        # Few blocks have more than one holder, and none that is not keyed.
+        self._further_holders: dict[BlockId, int] = {}
+        self.cache = PrefixCache()
+        """Which blocks can be found; others only read it, and take its events."""
         self.generations: list[int] = [0] * num_blocks
-        """How often each block was freed. Other threads may read it; only the pool writes."""
+        """How often each block was freed or evicted: cached and found again, it is the same.
+
+        Other threads may read it; only the pool writes.
+        """
 
     @property
     def num_blocks(self) -> int:
@@ -77,9 +90,9 @@ class BlockPool:
         return self._block_size
 
     @property
-    def num_free(self) -> int:
-        """Blocks that `reserve` could hand out now."""
-        return len(self._free)
+    def num_available(self) -> int:
+        """Blocks that `reserve` could hand out now: free ones, and cached ones by eviction."""
+        return len(self._free) + self.cache.num_idle
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold num_tokens tokens."""
@@ -93,28 +106,49 @@ class BlockPool:
         """The states of several blocks, a byte each: for comparing many at once."""
         return bytes(map(self._states.__getitem__, block_ids))
 
+    def num_holders(self, block_id: BlockId) -> int:
+        """How many holds on a block are not released; 0 for a free or cached one."""
+        if self._states[block_id] in (BlockState.FREE, BlockState.CACHED):
+            return 0
+        return 1 + self._further_holders.get(block_id, 0)
+
     def counts(self) -> PoolCounts:
         """A snapshot of the number of blocks in each state."""
-        free, reserved, used, quarantined = self._counts
+        free, reserved, used, quarantined, cached = self._counts
         return PoolCounts(
             total=len(self._states),
             free=free,
             reserved=reserved,
             used=used,
+            cached=cached,
             quarantined=quarantined,
         )
 
-    def reserve(self, num_blocks: int) -> tuple[BlockId, ...] | None:
-        """Take num_blocks free blocks (at least 1), or none at all and return None."""
+    def fits(self, num_blocks: int, *, hits: Sequence[BlockId] = ()) -> bool:
+        """Whether `reserve` would succeed."""
+        num_idle_hits = sum(self._states[block_id] == BlockState.CACHED for block_id in hits)
+        return num_blocks <= self.num_available - num_idle_hits
+
+    def reserve(
+        self, num_blocks: int, *, hits: Sequence[BlockId] = ()
+    ) -> tuple[BlockId, ...] | None:
+        """Hold the hits (used or cached) and num_blocks blocks more (at least 1), in this order.
+
+        Or take nothing at all and return None.
+        """
         if num_blocks < 1:
             raise ValueError(f"cannot reserve {num_blocks} blocks: at least 1 is needed")
-        if num_blocks > len(self._free):
+        self._check(hits, BlockState.USED, BlockState.CACHED)
+        if not self.fits(num_blocks, hits=hits):
             return None
+        self._share(hits)
+        for _ in range(num_blocks - len(self._free)):
+            self._make_free(self.cache.evict())
         taken = self._free[-num_blocks:]
         del self._free[-num_blocks:]
         taken.reverse()
         self._set(taken, BlockState.RESERVED)
-        return tuple(taken)
+        return (*hits, *taken)
 
     def mark_used(self, block_ids: Sequence[BlockId]) -> None:
         """Reserved blocks now hold KV."""
@@ -132,12 +166,47 @@ class BlockPool:
         self._set(block_ids, BlockState.RESERVED)
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
-        """Free reserved or used blocks; what was granted of them turns invalid (INV-GEN)."""
+        """Give up one hold on reserved or used blocks, in the order of the tokens.
+
+        The last hold frees a block, which makes what was granted of it invalid (INV-GEN), or
+        leaves it cached if it is keyed.
+        """
         self._check(block_ids, BlockState.RESERVED, BlockState.USED)
-        for block_id in block_ids:
-            self.generations[block_id] += 1
-        self._set(block_ids, BlockState.FREE)
-        self._free.extend(reversed(block_ids))
+        for block_id in reversed(block_ids):  # the last block of a sequence is evicted first
+            if block_id in self._further_holders:
+                self._drop_holder(block_id)
+            elif self.cache.is_keyed(block_id):
+                self._set((block_id,), BlockState.CACHED)
+                self.cache.let_go(block_id)
+            else:
+                self._make_free(block_id)
+
+    # -- keyed blocks ---------------------------------------------------------------------------
+
+    def store(self, block_id: BlockId, key: BlockKey, parent: BlockKey | None) -> BlockId:
+        """Let a used, full block be found; returns the block to hold in its place.
+
+        That is the block itself, or the one that has the key already: it is held then, and the
+        given one is released. The caller holds the parent's block.
+        """
+        present = self.cache.block_of(key)
+        if present is None:
+            self._check((block_id,), BlockState.USED)
+            self.cache.store(block_id, key, parent)
+            return block_id
+        self.swap(block_id, present)
+        return present
+
+    def swap(self, block_id: BlockId, present: BlockId) -> None:
+        """Hold a keyed block in place of one's own, which is released."""
+        self._check((block_id,), BlockState.RESERVED, BlockState.USED)
+        self._share((present,))
+        self.release((block_id,))
+
+    def forget(self, block_ids: Sequence[BlockId]) -> None:
+        """Let these used blocks be found no more, nor what was computed from them."""
+        for block_id in self.cache.forget(block_ids):
+            self._make_free(block_id)
 
     def check_invariants(self) -> None:
         """Raise AssertionError, with the invariant's id, if the pool contradicts itself."""
@@ -155,6 +224,33 @@ class BlockPool:
         assert not any(self.states(self._free)), (
             "INV-CONSERVE: a block that is taken is listed as free"
         )
+        cached = [
+            BlockId(index) for index, state in enumerate(self._states) if state == BlockState.CACHED
+        ]
+        self.cache.check_invariants(idle=cached)
+        shared = list(self._further_holders)
+        assert self.states(shared) == bytes((BlockState.USED,)) * len(shared), (
+            "INV-CONSERVE: a block that is not used has several holders"
+        )
+
+    def _share(self, block_ids: Sequence[BlockId]) -> None:
+        """One more holder for used or cached blocks."""
+        for block_id in block_ids:
+            if self._states[block_id] == BlockState.CACHED:
+                self.cache.hold(block_id)
+                self._set((block_id,), BlockState.USED)
+            else:
+                self._further_holders[block_id] = self._further_holders.get(block_id, 0) + 1
+
+    def _drop_holder(self, block_id: BlockId) -> None:
+        self._further_holders[block_id] -= 1
+        if self._further_holders[block_id] == 0:
+            del self._further_holders[block_id]
+
+    def _make_free(self, block_id: BlockId) -> None:
+        self.generations[block_id] += 1
+        self._set((block_id,), BlockState.FREE)
+        self._free.append(block_id)
 
     def _check(self, block_ids: Sequence[BlockId], *allowed: BlockState) -> None:
         """All of the blocks are in an allowed state and none is named twice, or nothing moves."""

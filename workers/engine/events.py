@@ -25,6 +25,8 @@ class Admitted:
     sequence_id: SequenceId
     block_ids: tuple[BlockId, ...]
     """The block table: prompt and output; the prompt alone for a prefill-only sequence."""
+    num_hit_tokens: int = 0
+    """Prefix hit: leading prompt tokens whose KV is there, a whole number of blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,8 @@ class PromptComputed:
 
     sequence_id: SequenceId
     first_token: int
+    num_hit_tokens: int = 0
+    """Of the prompt, found rather than computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,8 @@ class TokensSampled:
 
     sequence_id: SequenceId
     token_ids: tuple[int, ...]
+    num_hit_tokens: int = 0
+    """Of the prompt, found here rather than computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +72,8 @@ class SequenceFinished:
     prompt_tokens: int
     completion_tokens: int
     """Sampled tokens, the stop token included."""
+    num_hit_tokens: int = 0
+    """Of the prompt, found here rather than computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

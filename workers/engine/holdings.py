@@ -3,15 +3,21 @@
 The holdings turn what happens to a sequence into what happens to its blocks; the roster alone
 calls them. A block of an ended sequence stays taken while the step in flight, or a transfer, may
 still write to it (INV-FENCE).
+
+Here alone a sequence meets the prefix cache: what is found at admission is held in place of own
+blocks, what fills up is stored. A block that is found is full, so that nobody writes to it: steps
+write behind the computed tokens, transfers behind the prefix hit.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
 from kv_transfer.geometry import BlockId
 from workers.engine.block_pool import BlockPool, BlockState
+from workers.engine.prefix_cache import KeyChain, PrefixScope
 from workers.engine.sequence import Sequence, SequenceStatus
 from workers.engine.step import SequenceId
 
@@ -22,8 +28,14 @@ _WITH_TRANSFER: Final = frozenset({SequenceStatus.AWAITING_KV, SequenceStatus.QU
 class Holdings:
     """Takes blocks for sequences, follows what is computed into them, and gives them back."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, scope: PrefixScope | None) -> None:
+        """Without a scope nothing is stored, and nothing found."""
         self.pool = pool
+        self.num_queried_tokens = 0
+        """Prompt tokens of the sequences that were admitted with a look at the cache."""
+        self.num_hit_tokens = 0
+        """Those of them whose KV was there."""
+        self._scope = scope
         self._in_step: frozenset[SequenceId] = frozenset()
         # Blocks of ended sequences that the step in flight, or a transfer, may still write to.
         self._until_commit: dict[SequenceId, tuple[BlockId, ...]] = {}
@@ -33,18 +45,51 @@ class Holdings:
         """Whether blocks, or rows of the step in flight, go by the id of a sequence."""
         return sequence_id in self._until_fence or sequence_id in self._in_step
 
+    # -- in -------------------------------------------------------------------------------------
+
+    def open_chain(self, sequence: Sequence) -> None:
+        """Name the full blocks of a new sequence's prompt."""
+        if self._scope is not None:
+            sequence.chain = self._scope.chain(sequence.spec.cache_salt)
+            num_full = sequence.num_prompt_tokens // self.pool.block_size
+            sequence.chain.extend(sequence.token_ids, num_full)
+
     def has_room(self, sequence: Sequence) -> bool:
         """Whether `take` would succeed."""
-        return self.pool.blocks_for(sequence.spec.num_reserved_tokens) <= self.pool.num_free
+        hits = self._find(sequence, 0)
+        return self.pool.fits(self._num_blocks(sequence) - len(hits), hits=hits)
 
     def take(self, sequence: Sequence) -> bool:
-        """Take every block that the sequence can ever need (INV-ADMIT), or none."""
-        num_blocks = self.pool.blocks_for(sequence.spec.num_reserved_tokens)
-        block_ids = self.pool.reserve(num_blocks)
+        """Take every block that the sequence can ever need (INV-ADMIT), or none.
+
+        The first of them are its prefix hit: blocks that hold its KV already.
+        """
+        hits = self._find(sequence, 0)
+        block_ids = self.pool.reserve(self._num_blocks(sequence) - len(hits), hits=hits)
         if block_ids is None:
             return False
         sequence.block_ids = block_ids
+        if _looks_up(sequence):
+            self.num_queried_tokens += sequence.num_prompt_tokens
+        self._add_hit(sequence, len(hits))
         return True
+
+    # -- what is computed -----------------------------------------------------------------------
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Take over what others have computed of the prompt since the sequence was admitted.
+
+        To be called before a chunk of it is planned. Requests that come together and begin alike
+        compute their beginning once.
+        """
+        index, rest = divmod(sequence.num_computed, self.pool.block_size)
+        if rest or not self._follows(sequence, index):
+            return
+        found = self._find(sequence, index)
+        for block_id, present in zip(sequence.block_ids[index:], found, strict=False):
+            self.pool.swap(block_id, present)
+        _replace(sequence, index, found)
+        self._add_hit(sequence, len(found))
 
     def computed(self, sequence: Sequence, num_computed: int) -> None:
         """The sequence's first num_computed tokens have KV now."""
@@ -53,16 +98,22 @@ class Holdings:
         if num_used > sequence.num_used_blocks:
             self.pool.mark_used(sequence.block_ids[sequence.num_used_blocks : num_used])
             sequence.num_used_blocks = num_used
+        if sequence.chain is not None:
+            self._store(sequence, sequence.chain)
+
+    def distrust(self, sequence: Sequence) -> None:
+        """The model gave nonsense after the sequence's KV: nobody else may find it."""
+        self.pool.forget(sequence.block_ids[: sequence.num_used_blocks])
 
     # -- transfers ------------------------------------------------------------------------------
 
     def quarantine(self, sequence: Sequence) -> None:
-        """A transfer that failed may still write to the sequence's blocks."""
-        self.pool.quarantine(sequence.block_ids)
+        """A transfer that failed may still write to the blocks behind the prefix hit."""
+        self.pool.quarantine(sequence.block_ids[sequence.num_used_blocks :])
 
     def unquarantine(self, sequence: Sequence) -> None:
         """No transfer writes to a live sequence's blocks any more."""
-        self.pool.unquarantine(sequence.block_ids)
+        self.pool.unquarantine(sequence.block_ids[sequence.num_used_blocks :])
 
     def fence(self, sequence_id: SequenceId) -> None:
         """No transfer writes to an ended sequence's blocks any more; free them, if it left any."""
@@ -90,8 +141,9 @@ class Holdings:
         sequence_id, block_ids = sequence.sequence_id, sequence.block_ids
         if before in _WITH_TRANSFER:
             if before is SequenceStatus.AWAITING_KV:
-                self.pool.quarantine(block_ids)
-            self._until_fence[sequence_id] = block_ids
+                self.quarantine(sequence)
+            self.pool.release(block_ids[: sequence.num_used_blocks])
+            self._until_fence[sequence_id] = block_ids[sequence.num_used_blocks :]
         elif sequence_id in self._in_step:
             self._until_commit[sequence_id] = block_ids
         else:
@@ -108,15 +160,19 @@ class Holdings:
             self._check_blocks(sequence)
 
     def _check_owners(self, live: list[Sequence]) -> None:
-        """Every taken block has exactly one owner."""
-        owned = [block_id for sequence in live for block_id in sequence.block_ids]
+        """Every taken block has as many holders as it is named times."""
+        named = Counter(block_id for sequence in live for block_id in sequence.block_ids)
         for block_ids in (*self._until_commit.values(), *self._until_fence.values()):
-            owned.extend(block_ids)
-        taken = self.pool.num_blocks - self.pool.num_free
-        assert len(owned) == len(set(owned)) == taken, (
-            f"INV-CONSERVE: {taken} blocks are taken, {len(set(owned))} have an owner, "
-            f"{len(owned) - len(set(owned))} have a second one"
+            named.update(block_ids)
+        taken = self.pool.num_blocks - self.pool.num_available
+        assert len(named) == taken, (
+            f"INV-CONSERVE: {taken} blocks are taken, {len(named)} have an owner"
         )
+        for block_id, times in named.items():
+            assert self.pool.num_holders(block_id) == times, (
+                f"INV-CONSERVE: block {block_id} is named {times} times, "
+                f"counted are {self.pool.num_holders(block_id)}"
+            )
         fenced = [block_id for ids in self._until_fence.values() for block_id in ids]
         assert self.pool.states(fenced) == _repeat(BlockState.QUARANTINED, len(fenced)), (
             "INV-FENCE: a block of an ended sequence left quarantine before the fence"
@@ -140,6 +196,66 @@ class Holdings:
             f"INV-CONSERVE: blocks of a {sequence.status.value} sequence with "
             f"{sequence.num_computed} computed tokens are {self.pool.states(sequence.block_ids)!r}"
         )
+
+    # -- the parts ------------------------------------------------------------------------------
+
+    def _num_blocks(self, sequence: Sequence) -> int:
+        return self.pool.blocks_for(sequence.spec.num_reserved_tokens)
+
+    def _find(self, sequence: Sequence, start: int) -> tuple[BlockId, ...]:
+        """Blocks that hold the prompt's KV from block `start` on.
+
+        Never the whole prompt: its last token is computed here, for what the model says after it.
+        """
+        if sequence.chain is None or not sequence.spec.uses_prefix_cache:
+            return ()
+        end = (sequence.num_prompt_tokens - 1) // self.pool.block_size
+        return self.pool.cache.match(sequence.chain.keys[start:end])
+
+    def _follows(self, sequence: Sequence, index: int) -> bool:
+        """Whether the block before `index` is found as the one that the sequence holds.
+
+        Only then may its next block be: whoever holds a block must hold those before it.
+        """
+        if sequence.chain is None:
+            return False
+        parent = sequence.chain.parent(index)
+        return parent is None or self.pool.cache.block_of(parent) == sequence.block_ids[index - 1]
+
+    def _add_hit(self, sequence: Sequence, num_blocks: int) -> None:
+        """So many more of the sequence's leading blocks were found rather than computed."""
+        num_tokens = num_blocks * self.pool.block_size
+        sequence.num_used_blocks += num_blocks
+        sequence.num_stored_blocks += num_blocks
+        sequence.num_computed += num_tokens
+        sequence.num_hit_tokens += num_tokens
+        self.num_hit_tokens += num_tokens
+
+    def _store(self, sequence: Sequence, chain: KeyChain) -> None:
+        """Let the blocks that have become full be found; of two equal ones the first stays.
+
+        The table changes where there was one: before anybody is told what the new blocks hold.
+        """
+        start = sequence.num_stored_blocks
+        num_full = sequence.num_computed // self.pool.block_size
+        chain.extend(sequence.token_ids, num_full)
+        for index in range(start, num_full):
+            if not self._follows(sequence, index):
+                return
+            block_id = sequence.block_ids[index]
+            stored = self.pool.store(block_id, chain.keys[index], chain.parent(index))
+            if stored != block_id:
+                _replace(sequence, index, (stored,))
+            sequence.num_stored_blocks += 1
+
+
+def _looks_up(sequence: Sequence) -> bool:
+    return sequence.chain is not None and sequence.spec.uses_prefix_cache
+
+
+def _replace(sequence: Sequence, start: int, block_ids: tuple[BlockId, ...]) -> None:
+    table = sequence.block_ids
+    sequence.block_ids = (*table[:start], *block_ids, *table[start + len(block_ids) :])
 
 
 def _repeat(state: BlockState, num_blocks: int) -> bytes:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
 
-from workers.engine.block_pool import BlockPool
 from workers.engine.events import Admitted, Event, TerminalEvent
 from workers.engine.holdings import Holdings
 from workers.engine.sequence import Sequence, SequenceMode, SequenceSpec, SequenceStatus
@@ -37,8 +36,8 @@ class Endings:
 class Roster:
     """Admits sequences, keeps them by what they do, and gives back what ended ones held."""
 
-    def __init__(self, pool: BlockPool, queue: TicketQueue, *, max_sequences: int) -> None:
-        self.holdings = Holdings(pool)
+    def __init__(self, holdings: Holdings, queue: TicketQueue, *, max_sequences: int) -> None:
+        self.holdings = holdings
         self.queue = queue
         self.live: dict[SequenceId, Sequence] = {}
         self.decoding: dict[SequenceId, Sequence] = {}
@@ -68,6 +67,7 @@ class Roster:
     def add(self, spec: SequenceSpec, now: float) -> None:
         """Admit a sequence or let it wait; raises `QueueFullError` and keeps nothing of it."""
         sequence = Sequence.from_spec(spec)
+        self.holdings.open_chain(sequence)
         if len(self.queue) > 0 or not self._try_admit(sequence):
             self.queue.push(
                 Ticket(
@@ -97,7 +97,13 @@ class Roster:
             sequence.move_to(SequenceStatus.AWAITING_KV)
         else:
             self.start_prefill(sequence)
-        self.emit(Admitted(sequence_id=sequence.sequence_id, block_ids=sequence.block_ids))
+        self.emit(
+            Admitted(
+                sequence_id=sequence.sequence_id,
+                block_ids=sequence.block_ids,
+                num_hit_tokens=sequence.num_hit_tokens,
+            )
+        )
         return True
 
     # -- from state to state --------------------------------------------------------------------

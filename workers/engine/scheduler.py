@@ -31,6 +31,8 @@ from workers.engine.events import (
     SequenceReleased,
     TokensSampled,
 )
+from workers.engine.holdings import Holdings
+from workers.engine.prefix_cache import CacheEvents, PrefixScope
 from workers.engine.roster import Roster
 from workers.engine.sequence import (
     IllegalTransitionError,
@@ -88,6 +90,12 @@ class Totals:
     """Prompt tokens computed here; those that came from another worker are not counted."""
     output_tokens: int
     """Sampled here or published."""
+    queried_tokens: int
+    """Prompt tokens of sequences that were looked up in the prefix cache."""
+    hit_tokens: int
+    """Those of them that were found there."""
+    evicted_blocks: int
+    """Blocks that the prefix cache gave up."""
     finished: int
     aborted: int
     failed: int
@@ -96,10 +104,14 @@ class Totals:
 class Scheduler:
     """Sequences in, step plans and events out."""
 
-    def __init__(self, pool: BlockPool, config: SchedulerConfig) -> None:
+    def __init__(
+        self, pool: BlockPool, config: SchedulerConfig, scope: PrefixScope | None = None
+    ) -> None:
+        """`scope` is what the pool's KV belongs to; without it there is no prefix cache."""
         self._config = config
+        self._holdings = Holdings(pool, scope)
         queue = TicketQueue(limit=config.queue_limit, aging_s=config.aging_s)
-        self._roster = Roster(pool, queue, max_sequences=config.max_sequences)
+        self._roster = Roster(self._holdings, queue, max_sequences=config.max_sequences)
         self._in_flight: StepPlan | None = None
         # Never later than the earliest deadline of a live sequence; may be earlier.
         self._deadline_bound = math.inf
@@ -117,7 +129,7 @@ class Scheduler:
     @property
     def pool(self) -> BlockPool:
         """The pool; others only read it."""
-        return self._roster.holdings.pool
+        return self._holdings.pool
 
     @property
     def num_waiting(self) -> int:
@@ -137,6 +149,9 @@ class Scheduler:
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
+            queried_tokens=self._holdings.num_queried_tokens,
+            hit_tokens=self._holdings.num_hit_tokens,
+            evicted_blocks=self.pool.cache.num_evicted,
             finished=endings.finished,
             aborted=endings.aborted,
             failed=endings.failed,
@@ -154,6 +169,10 @@ class Scheduler:
     def take_events(self) -> list[Event]:
         """What happened since the call before, in order."""
         return self._roster.take_events()
+
+    def take_cache_events(self) -> CacheEvents:
+        """What the prefix cache stored and gave up since the call before."""
+        return self.pool.cache.take_events()
 
     def check_invariants(self) -> None:
         """Raise AssertionError, with the invariant's id, if the state contradicts itself."""
@@ -208,7 +227,7 @@ class Scheduler:
         if sequence is None:
             return False
         self._roster.start_decoding(sequence)
-        self._roster.holdings.computed(sequence, sequence.num_prompt_tokens)
+        self._holdings.computed(sequence, sequence.num_prompt_tokens)
         self._accept(sequence, first_token)
         self._roster.admit()
         return True
@@ -287,14 +306,16 @@ class Scheduler:
         for sequence in self._roster.prefilling:
             if budget == 0:
                 break
+            self._holdings.catch_up(sequence)
             chunk = _prompt_chunk(sequence, min(budget, self._config.prefill_chunk_tokens))
             scheduled.append(chunk)
             budget -= len(chunk.token_ids)
+        self._roster.admit()  # into what was given back for blocks that others had computed
         if not scheduled:
             return None
         self._in_flight = StepPlan(step_id=self._steps, sequences=tuple(scheduled))
         self._steps += 1
-        self._roster.holdings.take_off(entry.sequence_id for entry in scheduled)
+        self._holdings.take_off(entry.sequence_id for entry in scheduled)
         return self._in_flight
 
     def commit(self, result: StepResult) -> None:
@@ -311,9 +332,10 @@ class Scheduler:
                 continue  # ended during the step: its token is nobody's
             reason = result.failed.get(entry.sequence_id)
             if reason is not None:
+                self._holdings.distrust(sequence)
                 self._fail(sequence, StepFailedError(reason))
                 continue
-            self._roster.holdings.computed(sequence, entry.end)
+            self._holdings.computed(sequence, entry.end)
             if sequence.status is SequenceStatus.PREFILLING:
                 self._commit_chunk(sequence, entry, result)
             else:
@@ -377,7 +399,7 @@ class Scheduler:
 
     def _land(self) -> None:
         self._in_flight = None
-        self._roster.holdings.land()
+        self._holdings.land()
 
     def _commit_chunk(
         self, sequence: Sequence, entry: ScheduledSequence, result: StepResult
@@ -398,7 +420,13 @@ class Scheduler:
         if is_kept:
             self._output_tokens += 1
             self._roster.hold(sequence)
-            self._roster.emit(PromptComputed(sequence_id=entry.sequence_id, first_token=token_id))
+            self._roster.emit(
+                PromptComputed(
+                    sequence_id=entry.sequence_id,
+                    first_token=token_id,
+                    num_hit_tokens=sequence.num_hit_tokens,
+                )
+            )
         else:
             self._roster.start_decoding(sequence)
             self._accept(sequence, token_id)
@@ -411,7 +439,12 @@ class Scheduler:
         if token_id in spec.sampling.stop_token_ids:
             self._finish(sequence, FinishReason.STOP)
             return
-        self._roster.emit(TokensSampled(sequence_id=spec.sequence_id, token_ids=(token_id,)))
+        sampled = TokensSampled(
+            sequence_id=spec.sequence_id,
+            token_ids=(token_id,),
+            num_hit_tokens=sequence.num_hit_tokens,
+        )
+        self._roster.emit(sampled)
         if sequence.num_output_tokens >= spec.sampling.max_tokens:
             self._finish(sequence, FinishReason.LENGTH)
 
@@ -421,6 +454,7 @@ class Scheduler:
             reason=reason,
             prompt_tokens=sequence.num_prompt_tokens,
             completion_tokens=sequence.num_output_tokens,
+            num_hit_tokens=sequence.num_hit_tokens,
         )
         self._roster.end(sequence, SequenceStatus.FINISHED, finished)
 

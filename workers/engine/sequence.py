@@ -6,12 +6,13 @@ A `Sequence` is owned and changed by the scheduler alone; everybody else sees ev
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import Final
 
 from kv_transfer.geometry import BlockId
+from workers.engine.prefix_cache import KeyChain
 from workers.engine.sampling_params import SamplingParams
 from workers.engine.step import SequenceId
 
@@ -90,6 +91,10 @@ class SequenceSpec:
     """Lower is admitted earlier; waiting improves it."""
     deadline: float | None = None
     """Monotonic seconds after which the sequence fails; None never does."""
+    cache_salt: str = field(default="", repr=False)
+    """Prefix hits are only on KV of sequences with the same one; a tenant's secret."""
+    uses_prefix_cache: bool = True
+    """Whether KV that is there may be used; without it the whole prompt is computed."""
 
     @property
     def num_reserved_tokens(self) -> int:
@@ -113,6 +118,12 @@ class Sequence:
     """The block table: everything reserved at admission, in order of the tokens."""
     num_used_blocks: int = 0
     """Leading blocks that hold KV."""
+    chain: KeyChain | None = None
+    """Keys of its full blocks; None where nothing is cached."""
+    num_stored_blocks: int = 0
+    """Leading blocks that were found in the prefix cache or entered there."""
+    num_hit_tokens: int = 0
+    """Prefix hit: leading prompt tokens whose KV was found rather than computed."""
     admission: int = 0
     """Number of its admission: older ones prefill first."""
 

@@ -338,7 +338,7 @@ async def fill_pool(rig: Rig) -> list[Client]:
     rig.side.runner.hold()
     fillers = [Client(rig, request_of((1, 2), max_tokens=62, number=90 + i)) for i in range(2)]
     await until(rig.side.runner.begun.is_set)
-    await until(lambda: rig.side.pool.num_free == 0)
+    await until(lambda: rig.side.pool.num_available == 0)
     return fillers
 
 

@@ -2,6 +2,7 @@ import pytest
 
 from kv_transfer.geometry import BlockId
 from workers.engine.block_pool import BlockPool, BlockState, BlockStateError, PoolCounts
+from workers.engine.prefix_cache import BlockKey
 from workers.errors import PoolTooSmallError
 
 
@@ -21,7 +22,7 @@ def test_pool_below_the_window_is_refused_with_both_numbers():
 
 
 def test_pool_of_exactly_one_window_is_taken():
-    assert BlockPool(num_blocks=3, block_size=4, max_model_len=12).num_free == 3
+    assert BlockPool(num_blocks=3, block_size=4, max_model_len=12).num_available == 3
 
 
 def test_reserve_refuses_when_pool_is_short():
@@ -34,7 +35,7 @@ def test_refused_reserve_takes_nothing():
     pool = make_pool(4)
     taken(pool, 2)
     pool.reserve(3)
-    assert pool.counts() == PoolCounts(total=4, free=2, reserved=2, used=0, quarantined=0)
+    assert pool.counts() == PoolCounts(total=4, free=2, reserved=2, used=0, cached=0, quarantined=0)
 
 
 def test_reserve_of_nothing_is_a_mistake():
@@ -59,7 +60,7 @@ def test_counts_follow_a_block_through_every_state():
     pool.mark_used(block_ids[:1])
     pool.quarantine(block_ids[1:2])
     pool.release(block_ids[2:3])
-    assert pool.counts() == PoolCounts(total=4, free=1, reserved=1, used=1, quarantined=1)
+    assert pool.counts() == PoolCounts(total=4, free=1, reserved=1, used=1, cached=0, quarantined=1)
 
 
 def test_release_bumps_the_generation_of_each_block():
@@ -121,6 +122,160 @@ def test_operation_on_one_wrong_block_leaves_the_others_as_they_were(operation):
     assert pool.counts() == before
 
 
+# -- blocks that can be found -------------------------------------------------------------------
+
+A, B, C = (BlockKey(bytes((number,)) * 16) for number in range(3))
+
+
+def used(pool: BlockPool, num_blocks: int) -> tuple[BlockId, ...]:
+    block_ids = taken(pool, num_blocks)
+    pool.mark_used(block_ids)
+    return block_ids
+
+
+def stored(pool: BlockPool) -> tuple[BlockId, ...]:
+    """Two used blocks in a chain."""
+    first, second = used(pool, 2)
+    pool.store(first, A, None)
+    pool.store(second, B, A)
+    return first, second
+
+
+def test_keyed_block_is_cached_by_the_release_of_its_last_holder():
+    pool = make_pool()
+    block_ids = stored(pool)
+    pool.release(block_ids)
+    assert pool.counts() == PoolCounts(total=4, free=2, reserved=0, used=0, cached=2, quarantined=0)
+    assert pool.num_available == 4
+    assert [pool.num_holders(block_id) for block_id in block_ids] == [0, 0]
+
+
+def test_hit_is_held_before_the_blocks_that_are_reserved():
+    pool = make_pool()
+    block_ids = stored(pool)
+    pool.release(block_ids)
+    table = pool.reserve(1, hits=block_ids)
+    assert table is not None
+    assert table[:2] == block_ids
+    assert pool.states(table) == bytes((BlockState.USED, BlockState.USED, BlockState.RESERVED))
+
+
+def test_block_that_is_cached_and_found_again_keeps_its_generation():
+    """INV-GEN: what was granted of it is still what it holds."""
+    pool = make_pool()
+    block_ids = stored(pool)
+    pool.release(block_ids)
+    pool.reserve(1, hits=block_ids)
+    pool.release(block_ids)
+    assert [pool.generations[block_id] for block_id in block_ids] == [0, 0]
+
+
+def test_eviction_moves_the_generation():
+    pool = make_pool()
+    first, second = stored(pool)
+    pool.release((first, second))
+    taken(pool, 3)
+    assert (pool.generations[first], pool.generations[second]) == (0, 1)
+    assert pool.cache.match([A, B]) == (first,)
+
+
+def test_shared_block_stays_used_until_its_last_holder_releases_it():
+    pool = make_pool()
+    block_ids = stored(pool)
+    pool.reserve(1, hits=block_ids)
+    pool.reserve(1, hits=block_ids[:1])
+    assert [pool.num_holders(block_id) for block_id in block_ids] == [3, 2]
+    pool.release(block_ids)
+    pool.release(block_ids)
+    assert pool.state(block_ids[0]) is BlockState.USED
+    assert pool.state(block_ids[1]) is BlockState.CACHED
+    pool.check_invariants()
+
+
+def test_hits_that_nobody_holds_are_not_room_for_the_rest():
+    """Four blocks, two of them a hit: two are left, not four."""
+    pool = make_pool()
+    block_ids = stored(pool)
+    pool.release(block_ids)
+    assert not pool.fits(3, hits=block_ids)
+    assert pool.reserve(3, hits=block_ids) is None
+    assert pool.counts().cached == 2
+    assert pool.fits(2, hits=block_ids)
+    assert pool.reserve(2, hits=block_ids) is not None
+
+
+def test_refused_reserve_leaves_the_order_of_eviction():
+    pool = make_pool()
+    old, new = used(pool, 2)
+    pool.store(old, A, None)
+    pool.store(new, B, None)
+    pool.release((old,))
+    pool.release((new,))
+    pool.reserve(4, hits=(old,))
+    taken(pool, 3)
+    assert pool.cache.match([A]) == ()
+    assert pool.cache.match([B]) == (new,)
+
+
+@pytest.mark.parametrize("state", ["free", "reserved"])
+def test_hit_on_a_block_without_kv_is_refused_and_nothing_changes(state):
+    pool = make_pool()
+    block_id = BlockId(3) if state == "free" else taken(pool, 1)[0]
+    before = pool.counts()
+    with pytest.raises(BlockStateError, match=f"is {state}, needed used or cached"):
+        pool.reserve(1, hits=(block_id,))
+    assert pool.counts() == before
+
+
+def test_of_two_equal_blocks_the_first_is_held_by_both():
+    pool = make_pool()
+    first, _ = stored(pool)
+    (other,) = used(pool, 1)
+    assert pool.store(other, A, None) == first
+    assert pool.state(other) is BlockState.FREE
+    assert pool.num_holders(first) == 2
+
+
+def test_reserved_block_is_not_stored():
+    pool = make_pool()
+    (block_id,) = taken(pool, 1)
+    with pytest.raises(BlockStateError, match="is reserved, needed used"):
+        pool.store(block_id, A, None)
+    assert pool.cache.match([A]) == ()
+
+
+def test_block_is_swapped_for_one_that_is_found():
+    pool = make_pool()
+    first, second = stored(pool)
+    pool.release((first, second))
+    (own,) = taken(pool, 1)
+    pool.swap(own, first)
+    assert pool.state(own) is BlockState.FREE
+    assert pool.num_holders(first) == 1
+
+
+def test_forgotten_blocks_are_free_once_nobody_holds_them():
+    pool = make_pool()
+    first, second = stored(pool)
+    pool.reserve(1, hits=(first,))
+    pool.release((first, second))
+    pool.forget((first,))
+    assert pool.state(first) is BlockState.USED
+    assert pool.state(second) is BlockState.FREE
+    assert pool.generations[second] == 1
+    pool.release((first,))
+    assert pool.state(first) is BlockState.FREE
+    pool.check_invariants()
+
+
+def test_block_is_not_released_more_often_than_it_is_held():
+    pool = make_pool()
+    block_ids = stored(pool)
+    pool.release(block_ids)
+    with pytest.raises(BlockStateError, match="is cached"):
+        pool.release(block_ids)
+
+
 def test_blocks_for_rounds_up():
     pool = make_pool()
     assert [pool.blocks_for(tokens) for tokens in (1, 4, 5)] == [1, 1, 2]
@@ -133,7 +288,7 @@ def tamper_count(pool: BlockPool) -> None:
 
 def tamper_state(pool: BlockPool) -> None:
     pool._states[3] = BlockState.USED
-    pool._counts[:] = [2, 1, 1, 0]
+    pool._counts[:] = [2, 1, 1, 0, 0]
 
 
 def tamper_free_list(pool: BlockPool) -> None:
@@ -145,8 +300,24 @@ def tamper_unknown_state(pool: BlockPool) -> None:
     pool._counts[BlockState.RESERVED] -= 1
 
 
+def tamper_holders(pool: BlockPool) -> None:
+    pool._further_holders[BlockId(0)] = 1
+
+
+def tamper_cache(pool: BlockPool) -> None:
+    pool.cache.let_go(BlockId(3))
+
+
 @pytest.mark.parametrize(
-    "tamper", [tamper_count, tamper_state, tamper_free_list, tamper_unknown_state]
+    "tamper",
+    [
+        tamper_count,
+        tamper_state,
+        tamper_free_list,
+        tamper_unknown_state,
+        tamper_holders,
+        tamper_cache,
+    ],
 )
 def test_check_invariants_sees_a_pool_that_contradicts_itself(tamper):
     pool = make_pool(4)

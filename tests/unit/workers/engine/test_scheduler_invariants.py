@@ -104,4 +104,5 @@ def test_pool_states_tell_what_a_block_is_for():
         BlockState.RESERVED: 3,
         BlockState.USED: 1,
         BlockState.QUARANTINED: 2,
+        BlockState.CACHED: 0,
     }

@@ -1,0 +1,236 @@
+"""Keys of blocks, and the order in which blocks are given up."""
+
+import pytest
+
+from kv_transfer.geometry import BlockId
+from workers.engine.prefix_cache import (
+    BlockEvicted,
+    BlockKey,
+    BlockStored,
+    PrefixCache,
+    PrefixScope,
+)
+
+SCOPE = PrefixScope(fingerprint="0123456789abcdef" * 2, block_size=4)
+TOKENS = tuple(range(100, 112))
+A, B, C, D = (BlockKey(bytes((number,)) * 16) for number in range(4))
+
+
+def keys_of(tokens=TOKENS, *, salt="", scope=SCOPE):
+    chain = scope.chain(salt)
+    chain.extend(tokens, len(tokens) // scope.block_size)
+    return chain.keys
+
+
+def filled(*links, **options):
+    """A cache of (block, key, parent), all held."""
+    cache = PrefixCache(**options)
+    for block_id, key, parent in links:
+        cache.store(BlockId(block_id), key, parent)
+    return cache
+
+
+def chain_of_three(**options):
+    return filled((10, A, None), (11, B, A), (12, C, B), **options)
+
+
+# -- keys ---------------------------------------------------------------------------------------
+
+
+def test_key_has_128_bits_and_each_block_its_own():
+    keys = keys_of()
+    assert [len(key) for key in keys] == [16, 16, 16]
+    assert len(set(keys)) == 3
+
+
+def test_equal_text_has_equal_keys_as_far_as_it_is_equal():
+    other = (*TOKENS[:8], 1, 2, 3, 4)
+    assert keys_of(other)[:2] == keys_of()[:2]
+    assert keys_of(other)[2] != keys_of()[2]
+
+
+def test_key_depends_on_everything_before_its_block():
+    assert keys_of((1, *TOKENS[1:]))[2] != keys_of()[2]
+
+
+def test_equal_blocks_at_two_places_have_two_keys():
+    first, second = keys_of((1, 2, 3, 4) * 2)
+    assert first != second
+
+
+@pytest.mark.parametrize("salt", ["a", "b", " ", "\0", "ä"])
+def test_no_key_of_one_salt_is_a_key_of_another(salt):
+    """INV-SALT."""
+    assert not set(keys_of(salt=salt)) & set(keys_of())
+
+
+@pytest.mark.parametrize(
+    "scope",
+    [
+        PrefixScope(fingerprint="f" * 32, block_size=4),
+        PrefixScope(fingerprint=SCOPE.fingerprint, block_size=3),
+    ],
+    ids=["layout", "block size"],
+)
+def test_no_key_of_one_model_or_layout_is_a_key_of_another(scope):
+    assert not set(keys_of(scope=scope)) & set(keys_of())
+
+
+def test_salt_that_looks_like_a_block_leads_to_other_keys():
+    assert keys_of(salt=str(TOKENS[:4])) != keys_of()[1:]
+
+
+def test_token_ids_are_hashed_as_numbers_not_as_their_digits():
+    assert keys_of((1, 23, 4, 5)) != keys_of((12, 3, 4, 5))
+
+
+def test_chain_computes_each_key_once_and_goes_on_from_there():
+    chain = SCOPE.chain("")
+    chain.extend(TOKENS, 1)
+    first = chain.keys[0]
+    chain.extend(TOKENS, 3)
+    assert chain.keys == keys_of()
+    assert chain.keys[0] is first
+    assert [chain.parent(index) for index in range(3)] == [None, *chain.keys[:2]]
+
+
+def test_keys_are_the_same_in_every_process():
+    """Routers compare them across hosts."""
+    assert keys_of()[0].hex() == "d11f9023b8ff4f8e4e5975d7924c5f74"
+
+
+# -- found --------------------------------------------------------------------------------------
+
+
+def test_match_ends_at_the_first_key_that_is_missing():
+    cache = filled((10, A, None), (12, C, B))
+    assert cache.match([A, B, C]) == (10,)
+    assert cache.match([B, C]) == ()
+    assert cache.match([]) == ()
+    assert (cache.block_of(C), cache.block_of(B)) == (12, None)
+
+
+def test_stored_block_is_keyed_until_it_is_evicted():
+    cache = chain_of_three()
+    assert cache.is_keyed(BlockId(10))
+    for block_id in (12, 11, 10):
+        cache.let_go(BlockId(block_id))
+    assert cache.evict() == 12
+    assert not cache.is_keyed(BlockId(12))
+    assert cache.match([A, B, C]) == (10, 11)
+
+
+# -- given up -----------------------------------------------------------------------------------
+
+
+def test_what_nobody_holds_is_evicted_in_the_order_in_which_it_was_let_go():
+    cache = chain_of_three()
+    for block_id in (12, 11, 10):
+        cache.let_go(BlockId(block_id))
+    assert [cache.evict() for _ in range(3)] == [12, 11, 10]
+    assert cache.num_evicted == 3
+
+
+def test_block_that_was_used_again_is_the_last_to_go():
+    cache = filled((10, A, None), (11, B, None))
+    cache.let_go(BlockId(10))
+    cache.let_go(BlockId(11))
+    cache.hold(BlockId(10))
+    assert cache.num_idle == 1
+    cache.let_go(BlockId(10))
+    assert [cache.evict(), cache.evict()] == [11, 10]
+
+
+def test_held_blocks_are_not_evicted():
+    cache = chain_of_three()
+    assert cache.num_idle == 0
+    with pytest.raises(KeyError):
+        cache.evict()
+
+
+def test_forgotten_block_takes_all_with_it_that_was_computed_from_it():
+    cache = filled((10, A, None), (11, B, A), (12, C, B), (13, D, A))
+    for block_id in (12, 13):
+        cache.let_go(BlockId(block_id))
+    assert cache.forget([BlockId(11), BlockId(99)]) == [12]
+    assert cache.match([A, B]) == (10,)
+    assert cache.match([D]) == (13,)
+    assert cache.num_idle == 1
+    cache.check_invariants(idle=[BlockId(13)])
+
+
+# -- events -------------------------------------------------------------------------------------
+
+
+def test_events_tell_what_was_stored_and_evicted_once():
+    cache = chain_of_three()
+    cache.let_go(BlockId(12))
+    cache.evict()
+    taken = cache.take_events()
+    assert taken.events == (
+        BlockStored(key=A, parent=None),
+        BlockStored(key=B, parent=A),
+        BlockStored(key=C, parent=B),
+        BlockEvicted(key=C, parent=B),
+    )
+    assert taken.num_lost == 0
+    assert cache.take_events().events == ()
+
+
+def test_events_that_nobody_takes_are_bounded_and_the_loss_is_told():
+    cache = chain_of_three(max_events=2)
+    taken = cache.take_events()
+    assert [event.key for event in taken.events] == [B, C]
+    assert taken.num_lost == 1
+    assert cache.take_events().num_lost == 0
+
+
+def test_forgotten_blocks_are_told_children_first():
+    cache = chain_of_three()
+    cache.take_events()
+    cache.forget([BlockId(10)])
+    assert [event.key for event in cache.take_events().events] == [C, B, A]
+
+
+# -- self-check ---------------------------------------------------------------------------------
+
+
+def swap_keys(cache):
+    cache._blocks[A], cache._blocks[B] = cache._blocks[B], cache._blocks[A]
+
+
+def let_go_of_the_parent_first(cache):
+    cache._idle.move_to_end(BlockId(12))
+
+
+def lose_the_parent(cache):
+    del cache._idle[BlockId(10)]
+    cache._drop(BlockId(10))
+
+
+def hold_the_child_alone(cache):
+    cache.hold(BlockId(12))
+
+
+@pytest.mark.parametrize(
+    ("tamper", "invariant"),
+    [
+        (swap_keys, "INV-SALT"),
+        (let_go_of_the_parent_first, "INV-CONSERVE.*would go after"),
+        (lose_the_parent, "INV-CONSERVE.*left behind"),
+        (hold_the_child_alone, "INV-CONSERVE.*is held"),
+    ],
+)
+def test_check_invariants_sees_a_cache_that_contradicts_itself(tamper, invariant):
+    cache = chain_of_three()
+    for block_id in (12, 11, 10):
+        cache.let_go(BlockId(block_id))
+    cache.check_invariants(idle=list(cache._idle))
+    tamper(cache)
+    with pytest.raises(AssertionError, match=invariant):
+        cache.check_invariants(idle=list(cache._idle))
+
+
+def test_check_invariants_sees_a_pool_that_counts_other_blocks_as_cached():
+    with pytest.raises(AssertionError, match=r"INV-CONSERVE.*idle"):
+        chain_of_three().check_invariants(idle=[BlockId(10)])
