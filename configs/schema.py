@@ -89,6 +89,8 @@ class KVSettings(_Group):
 
     block_size: Count = 16
     """Tokens in a block."""
+    prefix_cache: bool = True
+    """Whether KV is kept after its request and found by prompts that begin alike."""
 
 
 class EngineSettings(_Group):

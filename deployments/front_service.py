@@ -250,6 +250,7 @@ class FrontService:
                     prompt_token_ids=prompts[index // num_choices],
                     sampling=sampling,
                     priority=body.priority or 0,
+                    cache_salt=body.cache_salt or "",
                 ),
                 decode=decode,
                 stops=body.stop,

@@ -110,6 +110,12 @@ _WORKERS = (
     _counter("baton_sequences_ended_total", "Sequences that ended, by outcome.", "outcome"),
     _counter("baton_computed_prompt_tokens_total", "Prompt tokens whose KV was computed here."),
     _counter("baton_output_tokens_total", "Tokens sampled here, or published by a hand-off."),
+    _counter(
+        "baton_prefix_queried_tokens_total",
+        "Prompt tokens of sequences that were looked up in the prefix cache here.",
+    ),
+    _counter("baton_prefix_hit_tokens_total", "Those of them whose KV was found."),
+    _counter("baton_prefix_evicted_blocks_total", "Blocks that the prefix cache gave up."),
     _counter("baton_steps_total", "Engine steps."),
     _counter("baton_failed_steps_total", "Engine steps that raised."),
     _counter("baton_step_seconds_total", "Time in engine steps."),

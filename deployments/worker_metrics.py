@@ -30,7 +30,7 @@ def _engine(stats: EngineStats) -> Iterator[Sample]:
         "free": stats.free_blocks,
         "reserved": stats.reserved_blocks,
         "used": stats.used_blocks,
-        "cached": 0,  # there is no prefix cache yet
+        "cached": stats.cached_blocks,
         "quarantined": stats.quarantined_blocks,
         "total": stats.total_blocks,
     }
@@ -48,6 +48,9 @@ def _engine(stats: EngineStats) -> Iterator[Sample]:
         yield sample("baton_sequences_ended_total", count, outcome=outcome)
     yield sample("baton_computed_prompt_tokens_total", stats.prompt_tokens)
     yield sample("baton_output_tokens_total", stats.output_tokens)
+    yield sample("baton_prefix_queried_tokens_total", stats.prefix_queried_tokens)
+    yield sample("baton_prefix_hit_tokens_total", stats.prefix_hit_tokens)
+    yield sample("baton_prefix_evicted_blocks_total", stats.evicted_blocks)
     yield sample("baton_steps_total", stats.steps)
     yield sample("baton_failed_steps_total", stats.failed_steps)
     yield sample("baton_step_seconds_total", stats.step_seconds)

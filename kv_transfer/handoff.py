@@ -65,6 +65,8 @@ class FirstToken:
     """What prefill sampled at the end of the prompt; travels in the last grant."""
 
     token_id: int
+    num_hit_tokens: int = 0
+    """Prompt tokens that prefill found in its cache rather than computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,6 +116,7 @@ _EVENT_OF_REASON: Mapping[ReleaseReason, LeaseEvent] = MappingProxyType(
 class _Record:
     key: TransferKey
     expires_at: float
+    skip_blocks: int
     state: LeaseState = LeaseState.GRANTING
     has_session: bool = False
     grants: list[Grant] = field(default_factory=list)
@@ -160,9 +161,10 @@ class LeaseTable:
         """The transfers whose blocks are pinned."""
         return tuple(record.key for record in self._live.values())
 
-    def open(self, key: TransferKey, now: float) -> None:
+    def open(self, key: TransferKey, now: float, *, skip_blocks: int = 0) -> None:
         """Start the lease of a new attempt; an older attempt of the same transfer is revoked.
 
+        The receiver has the first `skip_blocks` blocks already: they are never granted.
         Raises `LinkRefusedError` for another process' incarnation, or an epoch that is not above
         every one seen for this transfer id.
         """
@@ -177,7 +179,9 @@ class LeaseTable:
             if seen.state not in ENDED:
                 self._end(seen, LeaseEvent.REVOKE, now, f"superseded by epoch {key.epoch}")
             self._ended.pop(key.transfer_id, None)  # it may be forgotten at once where none is kept
-        self._live[key.transfer_id] = _Record(key=key, expires_at=now + self._lease_s)
+        self._live[key.transfer_id] = _Record(
+            key=key, expires_at=now + self._lease_s, skip_blocks=skip_blocks
+        )
 
     def attach(self, key: TransferKey, now: float) -> None:
         """Note that a receiver has connected; a transfer has one session in its life.
@@ -209,7 +213,7 @@ class LeaseTable:
         if len(granted) < len(blocks) or granted.keys() & record.granted.keys():
             raise ValueError(f"a logical block of transfer {key.transfer_id} is granted twice")
         if first is not None:
-            _check_no_hole(record.granted.keys() | granted.keys())
+            _check_no_hole(record.granted.keys() | granted.keys(), record.skip_blocks)
         event = LeaseEvent.GRANT if first is None else LeaseEvent.GRANT_LAST
         self._apply(record, event)
         record.granted |= granted
@@ -390,6 +394,6 @@ class LeaseTable:
         self._unreported.append((record.key, ENDED[record.state]))
 
 
-def _check_no_hole(logical_blocks: set[LogicalBlock]) -> None:
-    if logical_blocks != set(range(len(logical_blocks))):
+def _check_no_hole(logical_blocks: set[LogicalBlock], start: int) -> None:
+    if logical_blocks != set(range(start, start + len(logical_blocks))):
         raise ValueError(f"the last grant leaves a hole: granted are {sorted(logical_blocks)}")

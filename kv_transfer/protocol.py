@@ -168,18 +168,31 @@ class IllegalEventError(Exception):
 class ReceiverProtocol:
     """Decides, for one transfer, what to do next and what its blocks may be used for."""
 
-    def __init__(self, *, num_tokens: int, block_size: int, placement: Sequence[BlockId]) -> None:
-        """Expect `num_tokens` tokens; logical block i goes into `placement[i]`.
+    def __init__(
+        self,
+        *,
+        num_tokens: int,
+        block_size: int,
+        placement: Sequence[BlockId],
+        skip_blocks: int = 0,
+    ) -> None:
+        """Expect `num_tokens` tokens without the first `skip_blocks` blocks, which are there.
 
-        The placement may be longer (blocks for output tokens), never shorter. Raises ValueError.
+        Logical block `skip_blocks + i` goes into `placement[i]`. The placement may be longer
+        (blocks for output tokens), never shorter. Raises ValueError.
         """
-        self._coverage = Coverage(num_tokens=num_tokens, block_size=block_size)
+        self._coverage = Coverage(
+            num_tokens=num_tokens, block_size=block_size, skip_blocks=skip_blocks
+        )
         expected = self._coverage.expected_blocks
         if len(placement) < expected:
             raise ValueError(f"placement of {len(placement)} blocks for {expected} needed")
         if len(set(placement)) < len(placement):
             raise ValueError("a block appears twice in the placement")
-        self._placement = tuple(placement)
+        self._placement = {
+            LogicalBlock(logical): block_id
+            for logical, block_id in enumerate(placement, skip_blocks)
+        }
         self._granted: dict[LogicalBlock, GrantedBlock] = {}
         self._num_grants = 0
         self._first: FirstToken | None = None

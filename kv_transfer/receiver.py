@@ -106,9 +106,12 @@ class KVReceiver:
         placement: Sequence[BlockId],
         num_tokens: int,
         deadline_s: float,
+        *,
+        skip_blocks: int = 0,
     ) -> IncomingTransfer:
-        """Prepare to pull `num_tokens` tokens, logical block i into block `placement[i]`.
+        """Prepare to pull `num_tokens` tokens, logical block `skip_blocks + i` into `placement[i]`.
 
+        The first `skip_blocks` blocks are there already and are not pulled.
         Nothing is asked for before `pull`. Raises `LinkRefusedError` if the workers do not fit
         each other or have no transport in common, ValueError for a placement that is too short,
         names a block twice, or is outside the pool.
@@ -128,7 +131,10 @@ class KVReceiver:
             deadline_s=deadline_s,
         )
         protocol = ReceiverProtocol(
-            num_tokens=num_tokens, block_size=self._me.block_size, placement=placement
+            num_tokens=num_tokens,
+            block_size=self._me.block_size,
+            placement=placement,
+            skip_blocks=skip_blocks,
         )
         pull = Pull(order, protocol, self._clock)
         return IncomingTransfer(pull, self._thread, self._ledger)

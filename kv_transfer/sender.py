@@ -86,13 +86,13 @@ class KVSender:
         self._me = replace(self._me, endpoints=tuple(zip(names, addresses, strict=True)))
         return self._me
 
-    def open(self, key: TransferKey, decode: PeerInfo) -> None:
-        """Start the lease of a transfer to `decode`.
+    def open(self, key: TransferKey, decode: PeerInfo, *, skip_blocks: int = 0) -> None:
+        """Start the lease of a transfer to `decode`, which has the first `skip_blocks` blocks.
 
         Raises `LinkRefusedError` if the workers do not fit each other, the key is for another
         process, or its epoch is not a new one. Nothing is held then and `on_end` is not called.
         """
-        self._authority.open(key, decode)
+        self._authority.open(key, decode, skip_blocks)
 
     def grant(
         self, key: TransferKey, blocks: Sequence[GrantedBlock], first: FirstToken | None
@@ -174,11 +174,11 @@ class _Authority:
 
     # Called by the worker.
 
-    def open(self, key: TransferKey, decode: PeerInfo) -> None:
+    def open(self, key: TransferKey, decode: PeerInfo, skip_blocks: int) -> None:
         with self._lock:
             try:
                 self._check_peer(key, decode)
-                self._table.open(key, self._clock())
+                self._table.open(key, self._clock(), skip_blocks=skip_blocks)
             except LinkRefusedError:
                 self._refused += 1
                 raise

@@ -24,6 +24,7 @@ from workers.engine.block_pool import BlockPool
 from workers.engine.build import build_runner
 from workers.engine.kv_cache import KVCache, torch_dtype
 from workers.engine.loop import Engine
+from workers.engine.prefix_cache import PrefixScope
 from workers.engine.scheduler import Scheduler, SchedulerConfig
 from workers.host import available_cores, has_bf16_cpu
 from workers.models.facts import facts_from_info
@@ -68,7 +69,7 @@ def build_prefill_worker(
     site = survey(settings, environ)
     if site.plan.prefill is None:
         raise ValueError("these settings have no prefill pool")
-    engine, memory = _build_engine(site, site.plan.prefill)
+    engine, memory = _build_engine(site, site.plan.prefill, settings)
     me = _peer_info(site.plan, site.plan.prefill, worker_id)
     worker: PrefillWorker
     sender = KVSender(
@@ -92,7 +93,7 @@ def build_decode_worker(
 ) -> DecodeWorker:
     """A decode worker, loaded and not yet started; without `prefill` it is colocated."""
     site = survey(settings, environ)
-    engine, memory = _build_engine(site, site.plan.decode)
+    engine, memory = _build_engine(site, site.plan.decode, settings)
     me = _peer_info(site.plan, site.plan.decode, worker_id)
     receiver = None
     if prefill is not None:
@@ -114,7 +115,7 @@ def build_decode_worker(
     )
 
 
-def _build_engine(site: Site, worker: WorkerPlan) -> tuple[Engine, KVCache]:
+def _build_engine(site: Site, worker: WorkerPlan, settings: Settings) -> tuple[Engine, KVCache]:
     runner, memory = build_runner(
         site.model_path,
         info=site.info,
@@ -136,7 +137,15 @@ def _build_engine(site: Site, worker: WorkerPlan) -> tuple[Engine, KVCache]:
         prefill_chunk_tokens=worker.prefill_chunk_tokens,
         queue_limit=worker.queue_limit,
     )
-    return Engine(Scheduler(pool, config), runner), memory
+    return Engine(Scheduler(pool, config, _prefix_scope(site, settings)), runner), memory
+
+
+def _prefix_scope(site: Site, settings: Settings) -> PrefixScope | None:
+    """What KV may be found for, or None where the prefix cache is switched off."""
+    if not settings.kv.prefix_cache:
+        return None
+    layout = site.plan.layout
+    return PrefixScope(fingerprint=layout.fingerprint, block_size=layout.block_size)
 
 
 def _peer_info(plan: DeploymentPlan, worker: WorkerPlan, worker_id: str) -> PeerInfo:

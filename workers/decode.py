@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kv_transfer.geometry import BlockId
 from kv_transfer.handoff import PeerInfo
 from kv_transfer.receiver import IncomingTransfer, KVReceiver, ReceiverStats
 from kv_transfer.transport import Landed, PeerLostError, TransferError
@@ -105,9 +104,11 @@ class _Call:
     sequence_id: SequenceId | None = None
     prefilled_by: str = ""
     driver: asyncio.Task[None] | None = None
+    remote_hit_tokens: int | None = None
+    """Prompt tokens that the prefill worker found, once it has computed the rest."""
     is_written_to: bool = False
     """Whether a transfer may be writing to the sequence's blocks."""
-    admitted: asyncio.Future[tuple[BlockId, ...]] = field(
+    admitted: asyncio.Future[Admitted] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
@@ -221,6 +222,8 @@ class DecodeWorker:
             mode=SequenceMode.AWAIT_KV if remote else SequenceMode.GENERATE,
             priority=request.priority,
             deadline=call.deadline,
+            cache_salt=request.cache_salt,
+            uses_prefix_cache=request.uses_prefix_cache,
             sink=lambda event: self._on_engine_event(call, event),
         )
         if remote:
@@ -243,9 +246,13 @@ class DecodeWorker:
             call.driver.cancel()  # without effect if it has brought the prompt home
         if isinstance(event, Admitted):
             if not call.admitted.done():
-                call.admitted.set_result(event.block_ids)
+                call.admitted.set_result(event)
         elif isinstance(event, TokensSampled):
-            frame = TokenFrame(attempt=call.request.attempt, token_ids=event.token_ids)
+            frame = TokenFrame(
+                attempt=call.request.attempt,
+                token_ids=event.token_ids,
+                cached_tokens=_cached_tokens(call, event),
+            )
             call.outbox.put_nowait(frame)
         elif isinstance(event, SequenceFinished):
             finished = Finished(
@@ -253,6 +260,7 @@ class DecodeWorker:
                 reason=event.reason,
                 prompt_tokens=event.prompt_tokens,
                 completion_tokens=event.completion_tokens,
+                cached_tokens=_cached_tokens(call, event),
                 prefilled_by=call.prefilled_by,
             )
             call.outbox.put_nowait(finished)
@@ -265,17 +273,26 @@ class DecodeWorker:
         """Get the prompt's KV from a prefill worker, or compute it here; never neither."""
         assert call.sequence_id is not None
         try:
-            block_ids = await call.admitted
-            is_published = await self._try_prefill_workers(call, block_ids)
+            admitted = await call.admitted
+            num_missing = len(call.request.prompt_token_ids) - admitted.num_hit_tokens
+            if num_missing <= self._config.local_prefill_tokens:
+                self._prefill_here(call, "local")
+                return
+            is_published = await self._try_prefill_workers(call, admitted)
         except Exception as error:  # a bug here must end this request, visibly
             logger.exception("hand-off broke request_id=%s", call.request.request_id)
             call.outbox.put_nowait(_failed(call.request, WorkerError(f"hand-off: {error!r}")))
             self._engine.cancel(call.sequence_id)
             return
         if not is_published:
-            self._placed["fallback"] += 1
-            call.prefilled_by = self._me.worker_id
-            self._engine.prefill_here(call.sequence_id)
+            self._prefill_here(call, "fallback")
+
+    def _prefill_here(self, call: _Call, place: str) -> None:
+        """Compute what is missing of the prompt on this worker."""
+        assert call.sequence_id is not None
+        self._placed[place] += 1
+        call.prefilled_by = self._me.worker_id
+        self._engine.prefill_here(call.sequence_id)
 
     def _on_handoff_ended(self, call: _Call, driver: asyncio.Task[None]) -> None:
         """Give the engine the word that an ended sequence's blocks wait for.
@@ -287,13 +304,13 @@ class DecodeWorker:
         if not call.is_written_to:
             self._engine.fence(call.sequence_id)
 
-    async def _try_prefill_workers(self, call: _Call, block_ids: tuple[BlockId, ...]) -> bool:
+    async def _try_prefill_workers(self, call: _Call, admitted: Admitted) -> bool:
         """Try a few prefill workers; whether one of them did it, and the sequence decodes."""
         for epoch in range(self._config.attempts):
             if self._clock() < self._rest_until:
                 break
             try:
-                await self._pull_once(call, block_ids, epoch)
+                await self._pull_once(call, admitted, epoch)
             except TransferError as error:
                 self._failures[type(error).__name__] += 1
                 logger.warning(
@@ -307,11 +324,15 @@ class DecodeWorker:
                 return True
         return False
 
-    async def _pull_once(self, call: _Call, block_ids: tuple[BlockId, ...], epoch: int) -> None:
-        """One attempt with one prefill worker: publishes, or raises, then only after the fence."""
+    async def _pull_once(self, call: _Call, admitted: Admitted, epoch: int) -> None:
+        """One attempt with one prefill worker: publishes, or raises, then only after the fence.
+
+        The prefix hit is here already: only what is behind it is granted, fetched and covered.
+        """
         assert self._prefill is not None
         assert self._receiver is not None
         request = call.request
+        skip_blocks = admitted.num_hit_tokens // self._me.block_size
         answers = self._prefill.prefill(
             PrefillRequest(
                 request_id=request.request_id,
@@ -321,6 +342,9 @@ class DecodeWorker:
                 prompt_token_ids=request.prompt_token_ids,
                 sampling=request.sampling,
                 timeout_s=self._time_left(call),
+                skip_blocks=skip_blocks,
+                cache_salt=request.cache_salt,
+                uses_prefix_cache=request.uses_prefix_cache,
             )
         )
         try:
@@ -328,9 +352,10 @@ class DecodeWorker:
             transfer = self._receiver.transfer(
                 peer=accepted.peer,
                 key=accepted.key,
-                placement=block_ids,
+                placement=admitted.block_ids[skip_blocks:],
                 num_tokens=len(request.prompt_token_ids),
                 deadline_s=self._time_left(call),
+                skip_blocks=skip_blocks,
             )
             landed = await self._land(call, transfer)
             call.prefilled_by = accepted.peer.worker_id
@@ -343,6 +368,7 @@ class DecodeWorker:
         """Let the sequence decode: everything of its prompt is here, confirmed."""
         assert call.sequence_id is not None
         self._placed["remote"] += 1
+        call.remote_hit_tokens = landed.first.num_hit_tokens
         self._engine.publish(call.sequence_id, landed.first.token_id)
 
     async def _land(self, call: _Call, transfer: IncomingTransfer) -> Landed:
@@ -394,6 +420,13 @@ class DecodeWorker:
         if not isinstance(answer, PrefillAccepted):
             raise PeerLostError(f"the prefill worker's first answer was {type(answer).__name__}")
         return answer
+
+
+def _cached_tokens(call: _Call, event: TokensSampled | SequenceFinished) -> int:
+    """Prompt tokens that nobody computed: the hit of the worker that computed the others."""
+    if call.remote_hit_tokens is not None:
+        return call.remote_hit_tokens
+    return event.num_hit_tokens
 
 
 async def _finish_despite_cancel(waiting: Coroutine[object, object, None]) -> None:

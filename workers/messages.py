@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from kv_transfer.handoff import PeerInfo, TransferKey
@@ -50,6 +50,10 @@ class GenerateRequest:
     """Grows when Front sends the same sequence again; frames carry it back."""
     timeout_s: float | None = None
     """Time left until the client's deadline, as a duration: clocks of hosts differ."""
+    cache_salt: str = field(default="", repr=False)
+    """Prefix hits are only on KV of requests with the same one; a tenant's secret."""
+    uses_prefix_cache: bool = True
+    """False where every position of the prompt must be computed, as for its logprobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,8 @@ class TokenFrame:
 
     attempt: int
     token_ids: tuple[int, ...]
+    cached_tokens: int = 0
+    """Prompt tokens that nobody computed for this request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +75,7 @@ class Finished:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    """Prompt tokens that nobody computed for this request."""
     prefilled_by: str = ""
     """worker_id of the worker that computed the prompt."""
 
@@ -100,6 +107,10 @@ class PrefillRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     timeout_s: float | None = None
+    skip_blocks: int = 0
+    """Leading blocks of the prompt that decode has already: they are not granted."""
+    cache_salt: str = field(default="", repr=False)
+    uses_prefix_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

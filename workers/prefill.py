@@ -22,7 +22,13 @@ from kv_transfer.handoff import (
 )
 from kv_transfer.sender import KVSender, SenderStats
 from kv_transfer.transport import Clock, TransferError
-from workers.engine.events import ChunkComputed, Event, PromptComputed, SequenceFailed
+from workers.engine.events import (
+    Admitted,
+    ChunkComputed,
+    Event,
+    PromptComputed,
+    SequenceFailed,
+)
 from workers.engine.loop import Engine, EngineStats
 from workers.engine.sequence import SequenceMode
 from workers.engine.step import SequenceId
@@ -50,8 +56,9 @@ class _Job:
     sequence_id: SequenceId
     num_prompt_tokens: int
     ended: asyncio.Future[ReleaseReason]
+    granted_blocks: int
+    """Leading blocks that are granted, or that the decode worker had from the start."""
     block_ids: tuple[BlockId, ...] = ()
-    granted_blocks: int = 0
     first: FirstToken | None = None
     failure: str | None = None
 
@@ -143,13 +150,15 @@ class PrefillWorker:
         """Start the lease and queue the prompt; on failure neither is left behind."""
         if self._is_stopping:
             raise WorkerStoppingError("the prefill worker is stopping")
-        self._sender.open(key, request.decode)
+        self._sender.open(key, request.decode, skip_blocks=request.skip_blocks)
         try:
             sequence_id = self._engine.submit(
                 prompt_token_ids=request.prompt_token_ids,
                 sampling=request.sampling,
                 mode=SequenceMode.PREFILL_ONLY,
                 deadline=deadline_of(request.timeout_s, self._clock()),
+                cache_salt=request.cache_salt,
+                uses_prefix_cache=request.uses_prefix_cache,
                 sink=lambda event: self._on_engine_event(key, event),
             )
         except WorkerError as error:
@@ -160,6 +169,7 @@ class PrefillWorker:
             sequence_id=sequence_id,
             num_prompt_tokens=len(request.prompt_token_ids),
             ended=asyncio.get_running_loop().create_future(),
+            granted_blocks=request.skip_blocks,
         )
         self._jobs[key] = job
         return job
@@ -168,20 +178,27 @@ class PrefillWorker:
         job = self._jobs.get(key)
         if job is None:
             return
-        if isinstance(event, ChunkComputed):
-            full_blocks = event.num_computed // self._layout.block_size
-            job.block_ids = event.block_ids
-            self._grant(key, job, full_blocks)
+        if isinstance(event, Admitted):  # what was found need not wait for the first chunk
+            self._grant_computed(key, job, event.block_ids, event.num_hit_tokens)
+        elif isinstance(event, ChunkComputed):
+            self._grant_computed(key, job, event.block_ids, event.num_computed)
         elif isinstance(event, PromptComputed):
-            job.first = FirstToken(token_id=event.first_token)
+            job.first = FirstToken(token_id=event.first_token, num_hit_tokens=event.num_hit_tokens)
             self._grant(key, job, self._layout.blocks_for(job.num_prompt_tokens))
         elif isinstance(event, SequenceFailed):
             job.failure = str(event.error)
             self._sender.revoke(key, job.failure)
 
+    def _grant_computed(
+        self, key: TransferKey, job: _Job, block_ids: tuple[BlockId, ...], num_computed: int
+    ) -> None:
+        """Grant the full blocks among the computed tokens."""
+        job.block_ids = block_ids
+        self._grant(key, job, num_computed // self._layout.block_size)
+
     def _grant(self, key: TransferKey, job: _Job, upto: int) -> None:
         """Grant the logical blocks that became final since the last grant."""
-        if upto == job.granted_blocks and job.first is None:
+        if upto <= job.granted_blocks and job.first is None:
             return
         block_size = self._layout.block_size
         blocks = tuple(

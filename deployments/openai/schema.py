@@ -174,6 +174,13 @@ class GenerationBody(_Strict):
     priority: int | None = Field(
         None, ge=-100, le=100, description="Place in the queue: smaller values are served earlier."
     )
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=512,
+        repr=False,
+        description="KV is shared only among requests with the same salt; a tenant's secret.",
+    )
 
 
 Body = TypeVar("Body", bound=GenerationBody)
@@ -228,7 +235,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "response_format": ({"type": "text"},),
-    "cache_salt": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
 }

@@ -45,7 +45,7 @@ def plan_as_text(settings: Settings, deployment: DeploymentPlan) -> str:
             f"Window  {deployment.window} tokens{own}",
             f"KV      {format_bytes(layout.bytes_per_token)} per token, "
             f"{format_bytes(layout.bytes_per_block)} per block of {layout.block_size} tokens, "
-            f"{layout.dtype}",
+            f"{layout.dtype}, prefix cache {'on' if settings.kv.prefix_cache else 'off'}",
             f"Pools   {format_bytes(deployment.total_pool_bytes)} in all",
             "",
             format_columns(rows),
@@ -65,6 +65,7 @@ def plan_as_json(settings: Settings, deployment: DeploymentPlan) -> dict[str, An
         "kv": {
             "dtype": layout.dtype,
             "block_size": layout.block_size,
+            "prefix_cache": settings.kv.prefix_cache,
             "bytes_per_token": layout.bytes_per_token,
             "bytes_per_block": layout.bytes_per_block,
         },

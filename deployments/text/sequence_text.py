@@ -41,7 +41,7 @@ class SequenceText:
         self._min_tokens = min_tokens
         self.completion_tokens = 0
         self.cached_tokens: int | None = None
-        """Known once the worker has said that the sequence finished."""
+        """Prompt tokens that nobody computed; known from the first tokens on."""
         self.has_ended = False
 
     def accept(self, event: GenerateEvent) -> Delta:
@@ -50,6 +50,7 @@ class SequenceText:
             raise GenerationFailedError.from_event(event)
         if isinstance(event, Finished):
             return self._finish(event)
+        self.cached_tokens = event.cached_tokens
         return self._tokens(event.token_ids)
 
     def _tokens(self, token_ids: Sequence[int]) -> Delta:

@@ -38,7 +38,7 @@ from kv_transfer.transport import (
 )
 
 MAGIC = b"BtKV"
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_HELLO_BYTES = 8 * 1024
 """Bound for a peer that has not said who it is."""
 MAX_CONTROL_BYTES = 4 * 1024 * 1024
@@ -49,7 +49,7 @@ _MAX_ERROR_BYTES = 1024
 _HEADER = struct.Struct("!4sBBHIQ16sIIQQ")
 HEADER_BYTES = _HEADER.size
 _SEED = struct.Struct("!16sQBI")
-_GRANT = struct.Struct("!I?qI")
+_GRANT = struct.Struct("!I?qII")
 _COUNT = struct.Struct("!I")
 _BLOCK = struct.Struct("!IIQI")
 
@@ -232,9 +232,11 @@ def unpack_blocks(payload: bytes) -> tuple[GrantedBlock, ...]:
 
 def pack_grant(grant: Grant) -> bytes:
     """A grant as payload."""
-    token_id = grant.first.token_id if grant.first is not None else 0
+    first = grant.first or FirstToken(token_id=0)
     blocks = pack_blocks(grant.blocks)
-    head = _GRANT.pack(grant.sequence_number, grant.is_last, token_id, len(blocks))
+    head = _GRANT.pack(
+        grant.sequence_number, grant.is_last, first.token_id, first.num_hit_tokens, len(blocks)
+    )
     return head + blocks
 
 
@@ -242,14 +244,14 @@ def unpack_grant(payload: bytes) -> Grant:
     """Inverse of `pack_grant`; raises `CorruptTransferError`."""
     if len(payload) < _GRANT.size:
         raise CorruptTransferError(f"grant of {len(payload)} bytes")
-    sequence_number, is_last, token_id, blocks_bytes = _GRANT.unpack_from(payload)
+    sequence_number, is_last, token_id, num_hit_tokens, blocks_bytes = _GRANT.unpack_from(payload)
     blocks = payload[_GRANT.size :]
     if len(blocks) != blocks_bytes:
         raise CorruptTransferError(f"grant with {len(blocks)} bytes of blocks, not {blocks_bytes}")
     return Grant(
         sequence_number=sequence_number,
         blocks=unpack_blocks(blocks),
-        first=FirstToken(token_id=token_id) if is_last else None,
+        first=FirstToken(token_id=token_id, num_hit_tokens=num_hit_tokens) if is_last else None,
     )
 
 

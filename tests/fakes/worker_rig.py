@@ -26,6 +26,7 @@ from tests.fakes.until import until
 from tests.fakes.watched_transport import WatchedPool, WatchedTransport
 from workers.decode import DecodeConfig, DecodeWorker, PrefillService
 from workers.engine.loop import Engine
+from workers.engine.prefix_cache import PrefixScope
 from workers.engine.sampling_params import SamplingParams
 from workers.engine.scheduler import Scheduler, SchedulerConfig
 from workers.engine.step import SequenceId, StepPlan, StepResult
@@ -125,6 +126,7 @@ class RigConfig:
     num_decode: int = 1
     lease_s: float = 5.0
     sweep_s: float = 0.02
+    prefix_cache: bool = False
     decode: DecodeConfig = field(
         default_factory=lambda: DecodeConfig(local_prefill_tokens=3, transfer_deadline_s=20.0)
     )
@@ -145,7 +147,7 @@ class Side:
     def is_empty(self) -> bool:
         """Whether nothing is held, waited for or feared."""
         counts = self.pool.counts()
-        return counts.free == counts.total and self.scheduler.num_live == 0
+        return counts.free + counts.cached == counts.total and self.scheduler.num_live == 0
 
 
 class PrefillPoolFake:
@@ -314,6 +316,9 @@ class Rig:
                 prefill_chunk_tokens=config.prefill_chunk_tokens,
                 queue_limit=config.queue_limit,
             ),
+            PrefixScope(fingerprint=config.layout.fingerprint, block_size=config.layout.block_size)
+            if config.prefix_cache
+            else None,
         )
         return Side(
             runner=runner,
@@ -443,6 +448,8 @@ def generate_request(
     *,
     number: int = 0,
     timeout_s: float | None = None,
+    cache_salt: str = "",
+    uses_prefix_cache: bool = True,
 ) -> GenerateRequest:
     """A request as Front sends it."""
     return GenerateRequest(
@@ -450,4 +457,6 @@ def generate_request(
         prompt_token_ids=tuple(prompt),
         sampling=sampling,
         timeout_s=timeout_s,
+        cache_salt=cache_salt,
+        uses_prefix_cache=uses_prefix_cache,
     )

@@ -73,14 +73,17 @@ def test_coverage_is_full_exactly_when_each_expected_block_came_with_its_tokens(
 class ProtocolMachine(RuleBasedStateMachine):
     """Keeps its own account of what was granted and landed, and what that permits."""
 
-    @initialize(num_tokens=st.integers(1, 14), spare=st.integers(0, 2))
-    def start(self, num_tokens, spare):
+    @initialize(num_tokens=st.integers(1, 14), spare=st.integers(0, 2), skip=st.integers(0, 2))
+    def start(self, num_tokens, spare, skip):
         self.num_tokens = num_tokens
-        self.expected = ceil_div(num_tokens, BLOCK_SIZE)
+        self.end = ceil_div(num_tokens, BLOCK_SIZE)
+        self.skip = min(skip, self.end - 1)
+        self.expected = self.end - self.skip
         self.protocol = ReceiverProtocol(
             num_tokens=num_tokens,
             block_size=BLOCK_SIZE,
-            placement=[BlockId(i) for i in range(self.expected + spare)],
+            placement=[BlockId(i) for i in range(self.skip, self.end + spare)],
+            skip_blocks=self.skip,
         )
         self.granted: set[int] = set()
         self.landed: set[int] = set()
@@ -136,7 +139,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             and not self.has_last
             and number_error == 0
             and (tokens_error == 0 or not blocks)
-            and all(i < self.expected and i not in self.granted for i in logicals)
+            and all(self.skip <= i < self.end and i not in self.granted for i in logicals)
             and (not is_last or len(self.granted) + len(blocks) == self.expected)
         )
         assert accepted == good
@@ -151,7 +154,7 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), generation=st.sampled_from([0, 0, 0, 1]))
     def land(self, data, generation):
-        logical = data.draw(st.integers(0, self.expected))
+        logical = data.draw(st.integers(0, self.end))
         was_active = self.protocol.state is TransferState.ACTIVE
         accepted, _ = self.send(
             BlockLanded(block(logical, tokens_in(logical, self.num_tokens), generation))

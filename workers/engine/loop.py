@@ -45,6 +45,8 @@ class EngineStats:
     free_blocks: int
     reserved_blocks: int
     used_blocks: int
+    cached_blocks: int
+    """Those that hold KV for whoever finds it, and go when room is needed."""
     quarantined_blocks: int
     block_size: int
     waiting: int
@@ -61,6 +63,12 @@ class EngineStats:
     """Computed here."""
     output_tokens: int
     """Sampled here or published."""
+    prefix_queried_tokens: int
+    """Prompt tokens of sequences that were looked up in the prefix cache."""
+    prefix_hit_tokens: int
+    """Those of them that were found there."""
+    evicted_blocks: int
+    """Blocks that the prefix cache gave up."""
     finished: int
     aborted: int
     failed: int
@@ -137,6 +145,8 @@ class Engine:
         mode: SequenceMode = SequenceMode.GENERATE,
         priority: int = 0,
         deadline: float | None = None,
+        cache_salt: str = "",
+        uses_prefix_cache: bool = True,
     ) -> SequenceId:
         """Take a sequence; its events go to sink, the first of them after this has returned.
 
@@ -153,6 +163,8 @@ class Engine:
             mode=mode,
             priority=priority,
             deadline=deadline,
+            cache_salt=cache_salt,
+            uses_prefix_cache=uses_prefix_cache,
         )
         self._scheduler.submit(spec, self._clock())
         self._next_id += 1
@@ -198,6 +210,7 @@ class Engine:
             free_blocks=blocks.free,
             reserved_blocks=blocks.reserved,
             used_blocks=blocks.used,
+            cached_blocks=blocks.cached,
             quarantined_blocks=blocks.quarantined,
             block_size=self._scheduler.pool.block_size,
             waiting=self._scheduler.num_waiting,
@@ -209,6 +222,9 @@ class Engine:
             step_seconds=self._step_seconds,
             prompt_tokens=totals.prompt_tokens,
             output_tokens=totals.output_tokens,
+            prefix_queried_tokens=totals.queried_tokens,
+            prefix_hit_tokens=totals.hit_tokens,
+            evicted_blocks=totals.evicted_blocks,
             finished=totals.finished,
             aborted=totals.aborted,
             failed=totals.failed,

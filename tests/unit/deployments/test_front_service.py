@@ -76,6 +76,13 @@ async def test_sampling_goes_down_as_asked(front):
     assert (plan.request.priority, plan.stops) == (-2, ("x",))
 
 
+async def test_salt_goes_down_with_every_choice_and_is_shown_nowhere(front):
+    generation = await prepared(front, n=2, cache_salt="tenant-secret")
+    assert [plan.request.cache_salt for plan in generation.plans] == ["tenant-secret"] * 2
+    assert "tenant-secret" not in repr(generation)
+    assert (await prepared(front)).plans[0].request.cache_salt == ""
+
+
 async def test_special_tokens_are_shown_on_request(front, codec):
     shown = (await prepared(front, skip_special_tokens=False)).plans[0].decode
     hidden = (await prepared(front)).plans[0].decode

@@ -122,6 +122,9 @@ BAD_VALUES = [
     ("stream_options", []),
     ("priority", 101),
     ("priority", 0.5),
+    ("cache_salt", ""),
+    ("cache_salt", 5),
+    ("cache_salt", "x" * 513),
 ]
 
 
@@ -146,6 +149,7 @@ GOOD_VALUES = [
     ("stop_token_ids", [0]),
     ("n", 128),
     ("priority", -100),
+    ("cache_salt", "x"),
     ("stream", False),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -82,7 +83,7 @@ def test_a_stop_string_across_tokens_is_removed_and_named():
     assert "".join(delta.text for delta in deltas) == "the qui"
     assert deltas[-1].ending == Ending(finish_reason="stop", stop_reason="ck br")
     assert sequence.completion_tokens < len(token_ids)
-    assert sequence.cached_tokens is None
+    assert sequence.cached_tokens == 0, "known from the first frame, not only at a worker's end"
 
 
 def test_text_held_back_for_a_stop_string_comes_with_the_end():
@@ -115,3 +116,12 @@ def test_a_failure_is_raised_with_its_code():
     with pytest.raises(GenerationFailedError, match="full") as caught:
         sequence_text().accept(failed)
     assert (caught.value.failure, caught.value.retry_after_s) == (FailureCode.QUEUE_FULL, 3.0)
+
+
+def test_cached_tokens_are_known_where_a_stop_string_ends_the_text():
+    (frame,) = frames(ids_of("fox"), sizes=[len(ids_of("fox"))])
+    sequence = sequence_text(stops=["fox"])
+    assert sequence.cached_tokens is None
+    played(sequence, [replace(frame, cached_tokens=6)])
+    assert sequence.has_ended
+    assert sequence.cached_tokens == 6

@@ -60,3 +60,22 @@ def test_a_block_with_another_number_of_tokens_is_refused(logical, tokens):
 def test_nothing_to_cover_is_a_mistake(num_tokens, block_size):
     with pytest.raises(ValueError, match="positive"):
         Coverage(num_tokens=num_tokens, block_size=block_size)
+
+
+def test_blocks_that_are_there_already_are_not_expected():
+    coverage = Coverage(num_tokens=10, block_size=4, skip_blocks=1)
+    assert coverage.expected_blocks == 2
+    blocks = granted_blocks(10, 4, [5, 6, 7])
+    with pytest.raises(CorruptTransferError, match="outside the 2 expected from 1 on"):
+        coverage.mark(blocks[0])
+    for block in blocks[1:]:
+        assert not coverage.is_full
+        coverage.mark(block)
+        coverage.check_invariants()
+    assert coverage.is_full
+
+
+@pytest.mark.parametrize("skip_blocks", [-1, 2, 3])
+def test_something_must_be_left_to_land(skip_blocks):
+    with pytest.raises(ValueError, match="leave nothing of 8 tokens"):
+        Coverage(num_tokens=8, block_size=4, skip_blocks=skip_blocks)

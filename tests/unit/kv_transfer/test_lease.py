@@ -378,3 +378,11 @@ def test_a_lease_must_last(pool):
 def test_no_terminal_state_takes_an_event():
     for state in ENDED:
         assert not [event for event in LeaseEvent if event in TRANSITIONS[state]]
+
+
+def test_last_grant_begins_behind_what_the_receiver_has(table):
+    table.open(KEY, 0.0, skip_blocks=1)
+    with pytest.raises(ValueError, match="hole"):
+        table.extend(KEY, BLOCKS, FIRST, 0.0)
+    assert table.extend(KEY, BLOCKS[1:], FIRST, 0.0)
+    assert table.confirm(KEY, 0.0) is Verdict.VALID

@@ -250,3 +250,29 @@ def test_what_comes_after_everything_has_landed_is_the_peers_mistake(event):
 def test_a_placement_that_is_short_or_repeats_a_block_is_refused(placement):
     with pytest.raises(ValueError, match="placement"):
         protocol(placement=placement)
+
+
+def skipping():
+    """Expects the second and third of three blocks."""
+    made = ReceiverProtocol(
+        num_tokens=10, block_size=4, placement=[BlockId(11), BlockId(12)], skip_blocks=1
+    )
+    made.apply(Begin())
+    made.apply(Opened())
+    return made
+
+
+def test_what_is_there_already_is_neither_placed_nor_fetched():
+    made = skipping()
+    fetch = made.apply(Granted(Grant(sequence_number=0, blocks=BLOCKS[1:], first=FIRST)))
+    assert fetch == Fetch(BLOCKS[1:], places({1: 11, 2: 12}))
+    assert made.apply(BlockLanded(BLOCKS[1])) is None
+    assert made.apply(BlockLanded(BLOCKS[2])) == Confirm()
+
+
+def test_grant_of_what_is_there_already_is_corrupt():
+    """Others may be reading that block: nothing is ever fetched into it."""
+    made = skipping()
+    with pytest.raises(CorruptTransferError, match="outside"):
+        made.apply(Granted(Grant(sequence_number=0, blocks=BLOCKS, first=FIRST)))
+    assert made.state is TransferState.ACTIVE

@@ -36,7 +36,12 @@ grants = st.builds(
     Grant,
     sequence_number=st.integers(0, 2**32 - 1),
     blocks=st.lists(blocks, max_size=5).map(tuple),
-    first=st.none() | st.builds(FirstToken, token_id=st.integers(-(2**63), 2**63 - 1)),
+    first=st.none()
+    | st.builds(
+        FirstToken,
+        token_id=st.integers(-(2**63), 2**63 - 1),
+        num_hit_tokens=st.integers(0, 2**32 - 1),
+    ),
 )
 
 
