@@ -56,7 +56,7 @@ def test_a_request_beyond_the_window_is_refused_and_costs_nothing(
     assert {name: after.value(name) for name in COST} == {name: before.value(name) for name in COST}
     assert after.held() == {}
     for role in ("decode", "prefill"):
-        assert after.blocks(role, "free") == before.blocks(role, "free") > 0
+        assert after.available(role) == before.available(role) > 0
 
 
 def test_a_request_of_exactly_the_window_is_served(baton_server: BatonServer) -> None:

@@ -130,7 +130,7 @@ def test_nothing_is_left_of_a_hundred_clients_that_left(baton_server: BatonServe
             "baton_sequences_ended_total", role="decode", outcome="aborted"
         )
         for role in ("decode", "prefill"):
-            assert after.blocks(role, "free") == before.blocks(role, "free")
+            assert after.available(role) == before.available(role)
         assert after.value("baton_failed_steps_total") == 0
         seen.append(resources(baton_server))
         tasks_seen.append(tasks(after))

@@ -38,6 +38,10 @@ class Scrape:
         """Blocks of a role's pool in a state."""
         return self.value("baton_kv_blocks", role=role, state=state)
 
+    def available(self, role: str) -> float:
+        """Blocks of a role's pool that nobody holds: free, or cached and evicted on demand."""
+        return self.blocks(role, "free") + self.blocks(role, "cached")
+
     def has_role(self, role: str) -> bool:
         """Whether a worker of the role answered the scrape."""
         return self.blocks(role, "total") > 0
@@ -54,8 +58,8 @@ class Scrape:
             for state in _HELD_STATES
         }
         for role in _WORKER_ROLES:
-            kept = self.blocks(role, "free") + self.blocks(role, "cached")
-            counts[f"{role} blocks missing"] = self.blocks(role, "total") - kept
+            missing = self.blocks(role, "total") - self.available(role)
+            counts[f"{role} blocks missing"] = missing
             counts[f"{role} sequences"] = self.value("baton_sequences", role=role)
             counts[f"{role} queue"] = self.value("baton_queue_length", role=role)
         counts["transfers"] = self.value("baton_transfers_active")

@@ -1,12 +1,12 @@
 """Every block of a worker's KV pool and the one state that it is in. Knows no sequence.
 
-    free --reserve--> reserved --mark_used--> used <--reserve (hits)-- cached
-      ^                  |    \\                | |                       |
-      |                  |     quarantine       | +--release of the last--+
-      +-----release------+----------------------+      holder, if keyed   |
-      |                  ^     |                                          |
-      |           unquarantine (the fence)                                |
-      +--------------------- evicted by reserve, leaf first --------------+
+    free --reserve--> reserved --mark_used--> used --release--> cached
+      ^                |    \\                 | ^               |   |
+      |                |     quarantine       | +-reserve (hit)-+   |
+      +----release-----+----------------------+                     |
+      |                ^     |                                      |
+      |         unquarantine (the fence)                            |
+      +------------- evicted where reserve needs room --------------+
 
 A used block may have several holders; `release` gives up one hold. The last one frees the block,
 or leaves it cached where it has a key: it still holds KV, and goes when room is needed.

@@ -14,7 +14,7 @@ import pytest
 from tests.fakes.paged_model import paged
 from tests.fakes.tiny_models import MAX_MODEL_LEN, SERVED, layout_of, make_model
 from tests.fakes.worker_rig import Client, Rig, RigConfig, generate_request, worker_rig
-from tests.integration.test_parity import Reference, assert_parity, make_reference
+from tests.parity.references import Reference, make_reference
 from workers.decode import DecodeConfig
 from workers.engine.sampling_params import SamplingParams
 
@@ -22,6 +22,8 @@ NUM_TOKENS = 24
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
 FAMILIES = ("llama", "mistral", "gemma3_text", "gpt2")
 BLOCK_SIZE = 4
+TIE = 1e-4
+"""Logits that are closer may change places by rounding alone."""
 
 
 def references_of(model, rng: random.Random) -> list[Reference]:
@@ -49,6 +51,8 @@ async def ask_all(rig: Rig, references: list[Reference]) -> tuple[list[tuple[int
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_cold_warm_and_split_give_the_tokens_of_generate(family):
     references = references_of(make_model(family, SERVED[family]), random.Random(7))
+    expected = [reference.tokens for reference in references]
+    assert min(min(reference.gaps) for reference in references) > TIE, "a tie: choose another seed"
     model = make_model(family, SERVED[family])
     layout = layout_of(model, block_size=BLOCK_SIZE)
     split = RigConfig(
@@ -64,15 +68,13 @@ async def test_cold_warm_and_split_give_the_tokens_of_generate(family):
     async with worker_rig(colocated, model=paged(model, layout)) as rig:
         cold, cached = await ask_all(rig, references)
         assert cached == 0
-    assert_parity(references, cold)
+    assert cold == expected
     for config in (colocated, split):
         async with worker_rig(
             replace(config, prefix_cache=True), model=paged(model, layout)
         ) as rig:
             first, cached = await ask_all(rig, references)
             assert cached >= 2 * 48
-            assert_parity(references, first)
             again, cached = await ask_all(rig, references)
             assert cached > sum(len(reference.prompt) - 9 for reference in references)
-            assert_parity(references, again)
-            assert first == again == cold
+            assert first == again == expected
