@@ -26,6 +26,7 @@ from workers.engine.events import (
     SequenceAborted,
     SequenceFailed,
 )
+from workers.engine.prefix_cache import PrefixScope
 from workers.engine.sampling_params import SamplingParams
 from workers.engine.scheduler import Scheduler, SchedulerConfig
 from workers.engine.sequence import SequenceMode, SequenceSpec, SequenceStatus
@@ -41,6 +42,9 @@ WINDOW = 512
 AGING_S = 10.0
 REQUESTS_PER_S = 40.0
 """About twice what the worker can do, so that queue and pool are always full."""
+TENANTS = 12
+"""Each asks about one text, begun alike; more of them than the pool can keep."""
+SCOPE = PrefixScope(fingerprint="a model in a layout", block_size=16)
 CHECK_EVERY = 40
 """Steps between two full self-checks."""
 
@@ -74,6 +78,7 @@ class Load:
             mode=self._rng.choice(self._modes),
             priority=self._rng.choice(self._priorities),
             deadline=now + self._rng.uniform(0.5, 20) if is_hurried else None,
+            cache_salt=f"tenant {number % TENANTS}",
         )
 
 
@@ -81,7 +86,12 @@ class Simulation:
     """One worker, its clients and its peers."""
 
     def __init__(
-        self, seed: int, *, modes: tuple[SequenceMode, ...], priorities: tuple[int, ...]
+        self,
+        seed: int,
+        *,
+        modes: tuple[SequenceMode, ...],
+        priorities: tuple[int, ...],
+        scope: PrefixScope | None = None,
     ) -> None:
         self.rng = random.Random(seed)
         self.load = Load(self.rng, modes=modes, priorities=priorities)
@@ -94,7 +104,7 @@ class Simulation:
             queue_limit=32,
             aging_s=AGING_S,
         )
-        self.scheduler = Scheduler(pool, config)
+        self.scheduler = Scheduler(pool, config, scope)
         self.now = 0.0
         self.specs: dict[SequenceId, SequenceSpec] = {}
         self.arrived: dict[SequenceId, float] = {}
@@ -243,6 +253,22 @@ def test_worker_under_overload_serves_everybody_it_took(role, seed):
     ]
     assert unexpected == []
     assert any(isinstance(event, SequenceAborted) for event in simulation.ends.values())
+
+
+@pytest.mark.parametrize("role", MODES)
+def test_worker_that_finds_much_under_overload_loses_nothing(role):
+    """Hits, evictions and refusals at once; the same rules hold as without a prefix cache."""
+    simulation = Simulation(5, modes=MODES[role], priorities=(0, 0, 0, 1, -1), scope=SCOPE)
+    simulation.run(2000)
+    scheduler, totals = simulation.scheduler, simulation.scheduler.totals
+    print(f"seed=5 role={role} refused={simulation.refused} {totals}")
+
+    scheduler.check_invariants()
+    assert simulation.ends.keys() == simulation.specs.keys()
+    assert scheduler.pool.num_available == scheduler.pool.num_blocks
+    assert simulation.refused > 0, "the load was too light to prove anything"
+    assert totals.hit_tokens > totals.queried_tokens / 20, "there was next to nothing to find"
+    assert totals.evicted_blocks > scheduler.pool.num_blocks
 
 
 def _is_expected(error: WorkerError) -> bool:
