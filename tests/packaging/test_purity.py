@@ -9,30 +9,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.packaging.checkout import REPOSITORY
-
-CONTRACT = "deciding is pure: no tensors in P modules"
-FORBIDDEN = frozenset({"torch", "transformers", "ray"})
+from tests.tools.pure_modules import FORBIDDEN, pure_modules
 
 _PROGRAM = """
 import importlib, json, sys
 importlib.import_module(sys.argv[1])
 print(json.dumps(sorted(set(sys.argv[2:]) & set(sys.modules))))
 """
-
-
-def pure_modules() -> list[str]:
-    """Every module of the contract, the modules of its packages included."""
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
-    contracts = project["tool"]["importlinter"]["contracts"]
-    (contract,) = (entry for entry in contracts if entry["name"] == CONTRACT)
-    assert set(contract["forbidden_modules"]) >= FORBIDDEN
-    return [module for name in contract["source_modules"] for module in _with_submodules(name)]
 
 
 def loaded_by(module: str, *, cwd: Path = REPOSITORY) -> list[str]:
@@ -42,15 +30,6 @@ def loaded_by(module: str, *, cwd: Path = REPOSITORY) -> list[str]:
     assert done.returncode == 0, done.stderr
     found: list[str] = json.loads(done.stdout)
     return found
-
-
-def _with_submodules(name: str) -> list[str]:
-    folder = REPOSITORY / Path(*name.split("."))
-    if not folder.is_dir():
-        return [name]
-    files = sorted(folder.rglob("*.py"))
-    parts = [file.relative_to(REPOSITORY).with_suffix("").parts for file in files]
-    return [".".join(part).removesuffix(".__init__") for part in parts]
 
 
 @pytest.mark.parametrize("module", pure_modules())

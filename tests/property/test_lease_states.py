@@ -175,6 +175,26 @@ class LeaseMachine(RuleBasedStateMachine):
         else:
             assert allowed
 
+    @precondition(lambda self: self.histories)
+    @rule(
+        data=st.data(),
+        count=st.integers(1, 2),
+        then=st.sampled_from(["grant", "grant last", "renew", "authorize", "confirm"]),
+    )
+    def go_on_with_the_newest(self, data, count, then):
+        """Without this, hardly any transfer would get as far as its confirm."""
+        transfer_id = data.draw(st.sampled_from(sorted(self.histories)))
+        epoch = self.histories[transfer_id].key.epoch
+        match then:
+            case "grant" | "grant last":
+                self.grant(transfer_id, epoch, count, then == "grant last")
+            case "renew":
+                self.renew(transfer_id, epoch)
+            case "authorize":
+                self.authorize(transfer_id, epoch)
+            case "confirm":
+                self.confirm(transfer_id, epoch)
+
     @rule(block_id=st.integers(0, NUM_BLOCKS - 1))
     def free_block(self, block_id):
         self.generations[block_id] += 1

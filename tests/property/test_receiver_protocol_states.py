@@ -45,11 +45,14 @@ def tokens_in(logical: int, num_tokens: int) -> int:
     return max(0, min(BLOCK_SIZE, num_tokens - logical * BLOCK_SIZE))
 
 
+COVERAGE_CASES = {
+    "num_tokens": st.integers(1, 24),
+    "marks": st.lists(st.tuples(st.integers(-1, 7), st.integers(0, 5)), max_size=30),
+}
+
+
 @settings(max_examples=150, deadline=None)
-@given(
-    num_tokens=st.integers(1, 24),
-    marks=st.lists(st.tuples(st.integers(-1, 7), st.integers(0, 5)), max_size=30),
-)
+@given(**COVERAGE_CASES)
 def test_coverage_is_full_exactly_when_each_expected_block_came_with_its_tokens(num_tokens, marks):
     coverage = Coverage(num_tokens=num_tokens, block_size=BLOCK_SIZE)
     seen: set[int] = set()
