@@ -98,17 +98,21 @@ class Mode:
             decode=DecodeConfig(local_prefill_tokens=0, transfer_deadline_s=_PATIENCE_S),
         )
 
-    def asked(self, subject: Subject) -> list[Reference]:
-        """A subject's prompts; with repetitions if there are fewer than are to run together."""
+    def waves(self, subject: Subject) -> list[list[Reference]]:
+        """What is asked for; a wave begins when the one before has its answers.
+
+        A subject's prompts, with repetitions if there are fewer than are to run together.
+        """
         references = subject.references
-        return list(references) * (-(-self.at_least // len(references)) or 1)
+        return [list(references) * (-(-self.at_least // len(references)) or 1)]
 
     def _num_blocks(self, subject: Subject) -> int:
         """Room for the largest requests that may run together, and for a window."""
         largest = sorted(
             (
                 subject.layout.blocks_for(len(reference.prompt) + len(reference.tokens))
-                for reference in self.asked(subject)
+                for wave in self.waves(subject)
+                for reference in wave
             ),
             reverse=True,
         )
@@ -176,23 +180,25 @@ async def generate(
 ) -> list[tuple[Reference, tuple[int, ...]]]:
     """Serve every prompt of a subject in a mode; what should come if greedy, with what came."""
     watch = Watch()
-    asked = mode.asked(subject)
+    served: list[tuple[Reference, tuple[int, ...]]] = []
     async with worker_rig(mode.config(subject), model=watch.around(subject.model)) as rig:
         workers = [end.worker for end in rig.decode_ends]
         places = asyncio.Semaphore(mode.together)
-        answers = await asyncio.gather(
-            *(
-                _ask(
-                    workers[number % len(workers)],
-                    generate_request(reference.prompt, sampling(number, reference), number=number),
-                    places,
+        for wave in mode.waves(subject):
+            requests = [
+                generate_request(reference.prompt, sampling(number, reference), number=number)
+                for number, reference in enumerate(wave, start=len(served))
+            ]
+            answers = await asyncio.gather(
+                *(
+                    _ask(workers[number % len(workers)], request, places)
+                    for number, request in enumerate(requests)
                 )
-                for number, reference in enumerate(asked)
             )
-        )
-        await rig.settled()
+            await rig.settled()
+            served += zip(wave, answers, strict=True)
         assert mode.is_proven(rig, watch), f"{mode.name} was not what ran: {watch}"
-    return list(zip(asked, answers, strict=True))
+    return served
 
 
 async def _ask(

@@ -51,12 +51,6 @@ class Subject:
     layout: KVLayout
     max_model_len: int
     references: tuple[Reference, ...]
-    """Every one with the same number of tokens."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Output tokens of each request."""
-        return len(self.references[0].tokens)
 
 
 def telling_model(
