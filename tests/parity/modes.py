@@ -57,6 +57,7 @@ class Watch:
 
 class _WatchedRunner:
     def __init__(self, runner: ModelRunner, watch: Watch) -> None:
+        self.tier = runner.tier
         self._runner = runner
         self._watch = watch
 

@@ -12,11 +12,16 @@ from typing import Any
 import torch
 
 from kv_transfer.geometry import KVLayout
-from tests.fakes.paged_model import paged
 from tests.fakes.tiny_models import MAX_MODEL_LEN, SERVED, layout_of, make_model
 from tests.fakes.worker_rig import ModelFactory
 from tests.parity.prompts import document, document_lengths, questions, random_prompts
 from tests.parity.references import Reference, ReferenceCache
+from workers.engine.attention.torch_cpu import TorchCpuBackend
+from workers.engine.build import make_forward
+from workers.engine.kv_cache import KVCache
+from workers.engine.linear import pack_head
+from workers.engine.model_runner import RaggedModelRunner
+from workers.engine.runners.self_check import check_model
 from workers.models.loading import load_tokenizer, load_weights
 
 __all__ = ["Extent", "Subject", "default_model_subject", "telling_model", "tiny_subject"]
@@ -141,12 +146,22 @@ def _subject(
     max_model_len: int,
     cache: Path,
 ) -> Subject:
+    """The model as a worker would load it: checked, and run by the tier that is chosen for it."""
     references = ReferenceCache(cache, model)
     made = tuple(references.get(prompt, num_tokens) for prompt in prompts)
     layout = layout_of(model, block_size=block_size)
+    checked = check_model(model, layout, max_model_len=max_model_len)
+    pack_head(model)
+    forward = make_forward(model, checked, layout)
+
+    def make(num_blocks: int) -> tuple[RaggedModelRunner, KVCache]:
+        kv_cache = KVCache(layout, num_blocks, poison=True)
+        runner = RaggedModelRunner(forward(TorchCpuBackend(kv_cache)), block_size=block_size)
+        return runner, kv_cache
+
     return Subject(
-        name=name,
-        model=paged(model, layout),
+        name=f"{name} ({make(1)[0].tier})",
+        model=make,
         layout=layout,
         max_model_len=max_model_len,
         references=made,
