@@ -80,6 +80,8 @@ class Mode:
     num_decode: int = 1
     chunk_tokens: int | None = None
     """Prompt tokens of one sequence in a step; None is as much as a step holds."""
+    has_prefix_cache: bool = False
+    """Then every prompt is asked again, and once more with half of its answer in it."""
 
     def config(self, subject: Subject) -> RigConfig:
         """The workers for a model."""
@@ -95,6 +97,7 @@ class Mode:
             prefill_chunk_tokens=chunk,
             num_prefill=self.num_prefill,
             num_decode=self.num_decode,
+            prefix_cache=self.has_prefix_cache,
             queue_limit=64,
             decode=DecodeConfig(local_prefill_tokens=0, transfer_deadline_s=_PATIENCE_S),
         )
@@ -104,8 +107,11 @@ class Mode:
 
         A subject's prompts, with repetitions if there are fewer than are to run together.
         """
-        references = subject.references
-        return [list(references) * (-(-self.at_least // len(references)) or 1)]
+        references = list(subject.references)
+        if self.has_prefix_cache:
+            turns = [ref.continued(len(ref.tokens) // 2) for ref in references]
+            return [references, references, turns]
+        return [references * (-(-self.at_least // len(references)) or 1)]
 
     def _num_blocks(self, subject: Subject) -> int:
         """Room for the largest requests that may run together, and for a window."""
@@ -117,7 +123,9 @@ class Mode:
             ),
             reverse=True,
         )
-        return max(subject.layout.blocks_for(subject.max_model_len), sum(largest[: self.together]))
+        # A cache keeps all that was asked: what it had to evict would be no hit.
+        held = largest if self.has_prefix_cache else largest[: self.together]
+        return max(subject.layout.blocks_for(subject.max_model_len), sum(held))
 
 
 def _all_moved(rig: Rig, watch: Watch) -> bool:
@@ -131,6 +139,12 @@ def _all_moved(rig: Rig, watch: Watch) -> bool:
 def _all_took_part(rig: Rig, watch: Watch) -> bool:
     computed = [side.scheduler.totals.prompt_tokens for side in rig.prefill_sides]
     return _all_moved(rig, watch) and all(computed)
+
+
+def _all_hit(rig: Rig, watch: Watch) -> bool:
+    """At least every second prompt token was found rather than computed, wherever it was sought."""
+    totals = [side.scheduler.totals for side in rig.sides]
+    return all(2 * total.hit_tokens > total.queried_tokens for total in totals)
 
 
 MODES = (
@@ -150,6 +164,19 @@ MODES = (
         together=4,
         chunk_tokens=13,  # no multiple of a block, and less than most prompts
         is_proven=lambda rig, watch: watch.cut_prompts > 0 and watch.mixed > 0,
+    ),
+    Mode(
+        name="prefix hit",
+        together=4,
+        has_prefix_cache=True,
+        is_proven=_all_hit,
+    ),
+    Mode(
+        name="hit, split",
+        together=4,
+        num_prefill=1,
+        has_prefix_cache=True,
+        is_proven=_all_hit,
     ),
     Mode(
         name="16 at once",

@@ -23,6 +23,7 @@ from tests.property.test_scheduler_states import SchedulerMachine
 from tests.property.test_ticket_queue_order import QueueMachine
 from workers.engine.block_pool import BlockPool, BlockStateError
 from workers.engine.events import TERMINAL_EVENTS
+from workers.engine.holdings import Holdings
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import IllegalTransitionError, SequenceSpec
 from workers.engine.ticket_queue import TicketQueue
@@ -62,8 +63,8 @@ def generation_stays_when_a_block_is_freed(patch: pytest.MonkeyPatch) -> None:
 def one_block_is_handed_out_twice(patch: pytest.MonkeyPatch) -> None:
     reserve = BlockPool.reserve
 
-    def repeat(pool, num_blocks):
-        block_ids = reserve(pool, num_blocks)
+    def repeat(pool, num_blocks, **hits):
+        block_ids = reserve(pool, num_blocks, **hits)
         return block_ids and (*block_ids[:-1], block_ids[0])
 
     patch.setattr(BlockPool, "reserve", repeat)
@@ -72,8 +73,8 @@ def one_block_is_handed_out_twice(patch: pytest.MonkeyPatch) -> None:
 def what_is_left_is_handed_out(patch: pytest.MonkeyPatch) -> None:
     reserve = BlockPool.reserve
 
-    def some(pool, num_blocks):
-        return reserve(pool, max(1, min(num_blocks, pool.num_free)))
+    def some(pool, num_blocks, **hits):
+        return reserve(pool, max(1, min(num_blocks, pool.num_available)), **hits)
 
     patch.setattr(BlockPool, "reserve", some)
 
@@ -175,26 +176,19 @@ def cancelled_transfer_is_not_fenced(patch: pytest.MonkeyPatch) -> None:
 
 
 def step_in_flight_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Holdings, "take_off", lambda *_: None)
+
+
+def youngest_prompt_goes_first(patch: pytest.MonkeyPatch) -> None:
     plan = Scheduler.plan
 
-    def forget(scheduler, now):
+    def turn_round(scheduler, now):
+        scheduler._roster.prefilling.reverse()
         planned = plan(scheduler, now)
-        scheduler._roster.take_off(())
+        scheduler._roster.prefilling.reverse()
         return planned
 
-    patch.setattr(Scheduler, "plan", forget)
-
-
-def first_row_is_left_out(patch: pytest.MonkeyPatch) -> None:
-    plan = Scheduler.plan
-
-    def shorten(scheduler, now):
-        planned = plan(scheduler, now)
-        if planned is None or len(planned.sequences) == 1:
-            return planned
-        return replace(planned, sequences=planned.sequences[1:])
-
-    patch.setattr(Scheduler, "plan", shorten)
+    patch.setattr(Scheduler, "plan", turn_round)
 
 
 # -- ticket queue -------------------------------------------------------------------------------
@@ -253,7 +247,7 @@ MACHINES: dict[type[RuleBasedStateMachine], tuple[Plant, ...]] = {
         sequence_ends_twice,
         cancelled_transfer_is_not_fenced,
         step_in_flight_is_forgotten,
-        first_row_is_left_out,
+        youngest_prompt_goes_first,
     ),
     QueueMachine: (
         priority_counts_for_nothing,

@@ -110,7 +110,7 @@ class OnDemandScheduler:
         """Every taken block is one sequence's, which needs it now; nobody waits with blocks."""
         self.pool.check_invariants()
         owned = [block_id for sequence in self._running for block_id in sequence.block_ids]
-        assert len(owned) == len(set(owned)) == self.pool.num_blocks - self.pool.num_free
+        assert len(owned) == len(set(owned)) == self.pool.num_blocks - self.pool.num_available
         assert not any(sequence.block_ids for sequence in self._waiting)
         for sequence in self._running:
             assert len(sequence.block_ids) == self.pool.blocks_for(len(sequence.token_ids)) or (
@@ -165,7 +165,7 @@ class OnDemandScheduler:
             sequence = self._waiting[0]
             needed = self.pool.blocks_for(len(sequence.token_ids))
             spare = self._watermark if self._running else 0
-            if needed + spare > self.pool.num_free:
+            if needed + spare > self.pool.num_available:
                 return
             block_ids = self.pool.reserve(needed)
             assert block_ids is not None

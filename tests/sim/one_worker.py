@@ -208,6 +208,6 @@ def _sampled(plan: StepPlan, tracks: Sequence[Track], now: float) -> StepResult:
 def _observe(outcome: Outcome, pool: BlockPool, plan: StepPlan, seconds: float) -> None:
     counts = pool.counts()
     outcome.steps += 1
-    outcome.held += seconds * (counts.total - counts.free) / counts.total
+    outcome.held += seconds * (counts.total - counts.free - counts.cached) / counts.total
     outcome.filled += seconds * counts.used / counts.total
     outcome.batch += seconds * len(plan.sequences)

@@ -63,7 +63,7 @@ def test_both_finish_the_same_requests_and_leave_every_block_free(seed):
         assert_served(outcome, requests)
         scheduler.check_invariants()
         assert scheduler.num_live == 0
-        assert scheduler.pool.num_free == scheduler.pool.num_blocks
+        assert scheduler.pool.num_available == scheduler.pool.num_blocks
     print(f"seed={seed} preemptions={on_demand.preemptions}")
     assert on_demand.preemptions > 10, "the load was too light to prove anything"
 
