@@ -1,4 +1,4 @@
-"""One non-blocking TCP connection as the tcp transport needs it: exact reads, guarded writes.
+"""One non-blocking stream connection as the transports need it: exact reads, guarded writes.
 
 Bytes go straight between the socket and the caller's memory. All of it runs on the loop of one
 thread, and no read or write is in progress while that thread does anything else: once `close` has

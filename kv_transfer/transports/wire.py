@@ -1,4 +1,4 @@
-"""The frames of the tcp transport: bytes to values and back, nothing else.
+"""The frames of the stream transports: bytes to values and back, nothing else.
 
 Every frame is a fixed header and a payload. The header names the transfer (a tag of its whole key,
 so that a frame of another attempt or another process cannot pass for one of this), the payload's

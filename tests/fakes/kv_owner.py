@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kv_transfer.geometry import BlockId, LogicalBlock
 from kv_transfer.handoff import FirstToken, GrantedBlock, PeerInfo, TransferKey
 from kv_transfer.sender import KVSender
+from kv_transfer.transports.stream_server import StreamTimings
 from kv_transfer.transports.tcp import TcpTransport
-from kv_transfer.transports.tcp_server import TcpTimings
 from tests.fakes.block_memory import ByteMemory
 
 
@@ -44,7 +44,7 @@ class Owner:
             memory=self.memory,
             me=self.me,
             generation_of=self.memory.generation_of,
-            transports=[TcpTransport(timings=TcpTimings(keep_alive_s=0.1))],
+            transports=[TcpTransport(timings=StreamTimings(keep_alive_s=0.1))],
             on_end=lambda key, reason: tell(ended=key.transfer_id, reason=reason.value),
             lease_s=arguments["lease_s"],
             sweep_s=0.02,

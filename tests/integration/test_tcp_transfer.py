@@ -28,8 +28,8 @@ from kv_transfer.transport import (
     LinkRefusedError,
     PeerLostError,
 )
+from kv_transfer.transports.stream_server import StreamTimings
 from kv_transfer.transports.tcp import TcpTransport
-from kv_transfer.transports.tcp_server import TcpTimings
 from tests.fakes.block_memory import ByteMemory, peer_info
 from tests.fakes.tcp_proxy import Damage, tcp_proxy
 from tests.fakes.until import until
@@ -37,7 +37,7 @@ from tests.fakes.until import until
 OWNER = Path(__file__).resolve().parents[1] / "fakes" / "kv_owner.py"
 NUM_BLOCKS = 64
 MARK = 0x77
-QUICK = TcpTimings(connect_s=2.0, silence_s=0.8)
+QUICK = StreamTimings(connect_s=2.0, silence_s=0.8)
 
 
 class OwnerProcess:

@@ -17,9 +17,9 @@ from kv_transfer.transport import (
     PeerLostError,
     TransferError,
 )
-from kv_transfer.transports import tcp_server, wire
+from kv_transfer.transports import stream_server, wire
+from kv_transfer.transports.stream_server import StreamTimings
 from kv_transfer.transports.tcp import TcpTransport
-from kv_transfer.transports.tcp_server import TcpTimings
 from kv_transfer.transports.wire import HEADER_BYTES, FrameType, Identity
 from tests.fakes.block_memory import ByteMemory, peer_info, transfer_key
 from tests.fakes.clock import FakeClock
@@ -27,7 +27,7 @@ from tests.fakes.kv_link import FIRST, PLACES, POISON, kv_link
 from tests.fakes.tcp_proxy import Damage, tcp_proxy
 from tests.fakes.until import until
 
-QUICK = TcpTimings(connect_s=1.0, silence_s=0.4, keep_alive_s=0.05)
+QUICK = StreamTimings(connect_s=1.0, silence_s=0.4, keep_alive_s=0.05)
 
 
 def places_of(number):
@@ -240,7 +240,7 @@ async def test_garbage_at_the_port_costs_the_other_transfers_nothing(garbage):
 
 
 async def test_a_stranger_cannot_announce_more_than_a_greeting():
-    patient = TcpTimings(connect_s=60.0)
+    patient = StreamTimings(connect_s=60.0)
     async with kv_link(TcpTransport(timings=patient)) as link:
         frame = wire.control_frame(Identity.of(transfer_key()), FrameType.HELLO, bytes(1 << 20))
         async with RawPeer(link.address) as stranger:
@@ -249,7 +249,7 @@ async def test_a_stranger_cannot_announce_more_than_a_greeting():
 
 
 async def test_connections_over_the_limit_are_dropped_and_the_others_go_on(monkeypatch):
-    monkeypatch.setattr(tcp_server, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(stream_server, "MAX_CONNECTIONS", 1)
     async with kv_link(TcpTransport()) as link:
         key = link.offer()
         async with RawPeer(link.address, key) as first:
@@ -304,7 +304,7 @@ async def test_a_receiver_that_breaks_the_protocol_ends_its_transfer_alone(kind,
 
 async def test_the_receiver_closes_first_after_the_verdict():
     """A server that closes with a renewal unread could take the verdict back from the wire."""
-    async with kv_link(TcpTransport(timings=TcpTimings(silence_s=1.0))) as link:
+    async with kv_link(TcpTransport(timings=StreamTimings(silence_s=1.0))) as link:
         key = link.offer()
         async with RawPeer(link.address, key) as peer:
             await peer.greet(key, link.me)
@@ -391,7 +391,7 @@ async def test_freed_blocks_never_leave_even_in_the_middle_of_a_send():
     """What was sent before the lease ended is the old block; nothing of the new one follows."""
     clock = FakeClock()
     size = 16 * 1024 * 1024  # more than the socket buffers hold
-    timings = TcpTimings(keep_alive_s=100.0)  # so that nothing but the send itself can notice
+    timings = StreamTimings(keep_alive_s=100.0)  # so that nothing but the send itself can notice
     async with kv_link(TcpTransport(timings=timings), clock=clock, block_bytes=size) as link:
         key = link.open()
         block = link.blocks()[0]

@@ -1,9 +1,9 @@
-"""The prefill worker's end of the tcp transport.
+"""The prefill worker's end of every transport that talks in frames over a stream socket.
 
-One connection per transfer, control and data on it. Whatever a peer sends, the worst that happens
-is the end of its own connection, and with it of its own transfer: no frame is read before its
-length is bounded, no block is sent that the authority does not allow at that moment, and no slow
-reader delays another one.
+One connection per transfer; what a block looks like on it is its `BlockOutlet`'s business. Whatever
+a peer sends, the worst that happens is the end of its own connection, and with it of its own
+transfer: no frame is read before its length is bounded, no block is sent that the authority does
+not allow at that moment, and no slow reader delays another one.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import asyncio
 import logging
 import socket
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kv_transfer.handoff import GrantedBlock, PeerInfo, ReleaseReason, TransferKey
 from kv_transfer.transfer_thread import run_beside
 from kv_transfer.transport import (
-    BlockMemory,
     CorruptTransferError,
     GrantAuthority,
     PeerLostError,
     TransferError,
 )
 from kv_transfer.transports import wire
-from kv_transfer.transports.frame_socket import SOCKET_BUFFER_BYTES, FrameSocket
+from kv_transfer.transports.frame_socket import FrameSocket
 from kv_transfer.transports.wire import FrameType, Header, Identity
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ _ACCEPT_RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TcpTimings:
-    """Deadlines of the tcp transport, in seconds."""
+class StreamTimings:
+    """Deadlines of a connection, in seconds."""
 
     connect_s: float = 2.0
     """For a connection and its greeting."""
@@ -47,41 +48,45 @@ class TcpTimings:
     """The server says that it is there at least this often."""
 
 
-class TcpBlockServer:
+class BlockOutlet(Protocol):
+    """What one transport's server does in its own way: where it listens, how it shows a block."""
+
+    bytes_per_block: int
+
+    def listen(self) -> tuple[socket.socket, str]:
+        """A socket that listens, and its address for `PeerInfo.endpoints`."""
+
+    def frame(self, identity: Identity, block: GrantedBlock) -> Sequence[bytes | memoryview]:
+        """The frame that gives a block to its reader."""
+
+
+class StreamBlockServer:
     """Accepts receivers and serves each on its own connection."""
 
     def __init__(
         self,
         *,
-        memory: BlockMemory,
+        outlet: BlockOutlet,
         authority: GrantAuthority,
         me: PeerInfo,
-        host: str,
-        port: int,
-        timings: TcpTimings,
+        timings: StreamTimings,
     ) -> None:
-        """Serve `memory` as `authority` allows, listening on `host` alone (port 0: any free)."""
-        self._memory = memory
+        """Serve the blocks of `outlet` as `authority` allows."""
+        self._outlet = outlet
         self._authority = authority
         self._me = me
-        self._host = host
-        self._port = port
         self._timings = timings
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> str:
-        """Listen; returns `host:port`."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listener = socket.create_server((self._host, self._port), family=family, backlog=256)
+        """Listen; returns the address."""
+        listener, address = self._outlet.listen()
         listener.setblocking(False)
-        # Accepted sockets inherit it; set later, the window would already be fixed.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         self._listener = listener
         self._accepting = asyncio.create_task(self._accept(listener))
-        host, port = listener.getsockname()[:2]
-        return f"{host}:{port}"
+        return address
 
     async def close(self) -> None:
         """Stop listening and drop every connection; safe to repeat."""
@@ -117,7 +122,7 @@ class TcpBlockServer:
 
     async def _serve(self, accepted: socket.socket) -> None:
         frames = FrameSocket(accepted)
-        connection = _Connection(frames, self._memory, self._authority, self._me, self._timings)
+        connection = _Connection(frames, self._outlet, self._authority, self._me, self._timings)
         try:
             await connection.run()
         finally:
@@ -130,13 +135,13 @@ class _Connection:
     def __init__(
         self,
         frames: FrameSocket,
-        memory: BlockMemory,
+        outlet: BlockOutlet,
         authority: GrantAuthority,
         me: PeerInfo,
-        timings: TcpTimings,
+        timings: StreamTimings,
     ) -> None:
         self._frames = frames
-        self._memory = memory
+        self._outlet = outlet
         self._authority = authority
         self._me = me
         self._timings = timings
@@ -237,7 +242,7 @@ class _Connection:
                 await self._work.wait()
 
     def _next_batch(self) -> list[GrantedBlock]:
-        most = max(1, _BATCH_BYTES // self._memory.bytes_per_block)
+        most = max(1, _BATCH_BYTES // self._outlet.bytes_per_block)
         return [self._requested.popleft() for _ in range(min(most, len(self._requested)))]
 
     async def _send_blocks(
@@ -249,8 +254,7 @@ class _Connection:
         check()
         pieces: list[bytes | memoryview] = []
         for block in batch:
-            payload = self._memory.block(block.block_id)
-            pieces += (wire.data_header(identity, block, payload), payload)
+            pieces += self._outlet.frame(identity, block)
         self._is_mid_frame = True
         await self._frames.send(pieces, check)
         self._is_mid_frame = False
