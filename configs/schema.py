@@ -154,7 +154,8 @@ class PrefillSettings(_Group):
 class TransferSettings(_Group):
     """How KV moves from prefill to decode."""
 
-    transport: Literal["auto", "tcp"] = "auto"
+    transport: Literal["auto", "shm", "tcp"] = "auto"
+    """auto is shm (shared memory) between workers of one host, where it allows that, else tcp."""
     host: Name = "127.0.0.1"
     """Address that prefill workers listen on for decode workers."""
     lease_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0

@@ -129,7 +129,20 @@ _WORKERS = (
     _gauge("baton_transfers_active", "Transfers going on now."),
     _counter("baton_transfers_total", "Ended transfers, by outcome.", "outcome"),
     _counter("baton_transfer_blocks_total", "Blocks handed over, by direction.", "direction"),
-    _counter("baton_transfer_bytes_total", "Bytes of them, by direction.", "direction"),
+    _counter(
+        "baton_transfer_bytes_total",
+        "Bytes of them, by direction and transport.",
+        "direction",
+        "transport",
+    ),
+    _gauge(
+        "baton_link_info",
+        "1 for the transport that KV from a peer moves over, and why: only_one (settings), "
+        "same_host, other_host, unknown_host, not_offered, best.",
+        "peer",
+        "transport",
+        "reason",
+    ),
     _counter("baton_transfer_fetch_seconds_total", "Opening a session to VALID, summed."),
     _counter("baton_transfer_wait_seconds_total", "Last grant to VALID, summed."),
     _counter("baton_digests_checked_total", "Blocks that landed and were verified."),

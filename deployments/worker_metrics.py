@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from deployments.metrics import Sample, sample
 from kv_transfer.receiver import ReceiverStats
@@ -61,7 +61,10 @@ def _receiver(stats: ReceiverStats) -> Iterator[Sample]:
     for outcome, count in stats.by_outcome.items():
         yield sample("baton_transfers_total", count, outcome=outcome)
     yield sample("baton_transfer_blocks_total", stats.blocks_published, direction="received")
-    yield sample("baton_transfer_bytes_total", stats.bytes_published, direction="received")
+    yield from _bytes("received", stats.bytes_published)
+    for peer, choice in stats.links.items():
+        labels = {"peer": peer, "transport": choice.transport, "reason": choice.reason.value}
+        yield sample("baton_link_info", 1, **labels)
     yield sample("baton_transfer_fetch_seconds_total", stats.fetch_seconds)
     yield sample("baton_transfer_wait_seconds_total", stats.wait_seconds)
     yield sample("baton_digests_checked_total", stats.digests_checked)
@@ -77,7 +80,12 @@ def _sender(stats: SenderStats) -> Iterator[Sample]:
     for verdict, count in stats.confirms.items():
         yield sample("baton_confirms_total", count, verdict=verdict.value)
     yield sample("baton_transfer_blocks_total", stats.blocks_confirmed, direction="sent")
-    yield sample("baton_transfer_bytes_total", stats.bytes_confirmed, direction="sent")
+    yield from _bytes("sent", stats.bytes_confirmed)
+
+
+def _bytes(direction: str, by_transport: Mapping[str, int]) -> Iterator[Sample]:
+    for transport, count in by_transport.items():
+        yield sample("baton_transfer_bytes_total", count, direction=direction, transport=transport)
 
 
 def _handoff(stats: HandoffStats) -> Iterator[Sample]:

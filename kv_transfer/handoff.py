@@ -28,6 +28,8 @@ class PeerInfo:
     """The window, in tokens."""
     pool_tokens: int
     """Tokens that the whole pool holds; never below max_model_len (INV-POOL-WINDOW)."""
+    host: str = ""
+    """Processes with the same value can share memory (`sharing_domain`); empty is not known."""
     endpoints: tuple[tuple[str, str], ...] = ()
     """(transport name, address) pairs at which blocks can be fetched; empty on a pure receiver."""
 

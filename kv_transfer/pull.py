@@ -182,6 +182,7 @@ class Pull:
             num_tokens=self._order.num_tokens,
             num_blocks=num_blocks,
             num_bytes=num_blocks * self._order.memory.bytes_per_block,
+            transport=self._order.transport.name,
             fetch_s=confirmed_at - started_at,
             wait_s=confirmed_at - self._last_grant_at,
         )

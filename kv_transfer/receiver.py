@@ -22,6 +22,7 @@ from kv_transfer.geometry import BlockId
 from kv_transfer.handoff import PeerInfo, TransferKey
 from kv_transfer.protocol import ReceiverProtocol
 from kv_transfer.pull import Pull, PullOrder
+from kv_transfer.selection import Choice, Offer, choose
 from kv_transfer.transfer_thread import TransferThread
 from kv_transfer.transport import (
     BlockMemory,
@@ -65,7 +66,10 @@ class ReceiverStats:
     by_outcome: Mapping[str, int]
     """Ended pulls: `landed`, or what they failed by (`OUTCOMES`)."""
     blocks_published: int
-    bytes_published: int
+    bytes_published: Mapping[str, int]
+    """By transport; each that this worker has, has an entry."""
+    links: Mapping[str, Choice]
+    """The transport that was last chosen for each peer, by worker id, and why."""
     digests_checked: int
     """Blocks that landed and were verified, those of failed transfers included."""
     fetch_seconds: float
@@ -86,14 +90,22 @@ class KVReceiver:
         lease_s: float = 5.0,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Prepare to write into `memory`; `lease_s` is the one that prefill workers grant."""
+        """Prepare to write into `memory`, over the best of `transports` that a peer allows.
+
+        They are named best first; `lease_s` is the one that prefill workers grant.
+        """
         self._memory = memory
         self._me = me
-        self._transports = tuple(transports)
+        self._transports = {transport.name: transport for transport in transports}
+        self._offers = tuple(
+            Offer(name=transport.name, cross_host=transport.capabilities.cross_host)
+            for transport in transports
+        )
+        self._links: dict[str, Choice] = {}
         self._renew_every_s = lease_s / RENEWALS_PER_LEASE
         self._clock = clock
         self._thread = TransferThread(f"kv-receiver-{me.worker_id}")
-        self._ledger = _Ledger()
+        self._ledger = _Ledger(tuple(self._transports))
 
     async def start(self) -> None:
         """Start the transfer thread."""
@@ -121,7 +133,7 @@ class KVReceiver:
         if outside:
             raise ValueError(f"blocks {outside} of {self._memory.num_blocks} in the placement")
         order = PullOrder(
-            transport=self._common_transport(peer),
+            transport=self._transport_to(peer),
             memory=self._memory,
             peer=peer,
             key=key,
@@ -141,22 +153,30 @@ class KVReceiver:
 
     def stats(self) -> ReceiverStats:
         """Counters as they are now."""
-        return self._ledger.stats(self._memory.bytes_per_block)
+        return self._ledger.stats(self._links)
 
     async def close(self) -> None:
         """Abort every transfer, wait for its fence, end the thread; safe to repeat."""
         if self._thread.is_running:
-            await self._thread.run(self._ledger.end_all())
+            await self._thread.run(self._shut_down())
         await self._thread.stop()
 
-    def _common_transport(self, peer: PeerInfo) -> Transport:
-        for transport in self._transports:
-            if peer.endpoint(transport.name) is not None:
-                return transport
-        raise LinkRefusedError(
-            f"no common transport: {peer.worker_id} offers {sorted(dict(peer.endpoints))}, "
-            f"{self._me.worker_id} has {[transport.name for transport in self._transports]}"
-        )
+    async def _shut_down(self) -> None:
+        await self._ledger.end_all()
+        for transport in self._transports.values():
+            await transport.close()
+
+    def _transport_to(self, peer: PeerInfo) -> Transport:
+        choice = choose(self._offers, self._me, peer)
+        if self._links.get(peer.worker_id) != choice:
+            logger.info(
+                "link peer=%s transport=%s reason=%s",
+                peer.worker_id,
+                choice.transport,
+                choice.reason.value,
+            )
+            self._links[peer.worker_id] = choice
+        return self._transports[choice.transport]
 
 
 class IncomingTransfer:
@@ -247,10 +267,11 @@ class _Ledger:
     Written by the transfer thread alone; a snapshot from another thread may be one transfer late.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, transports: Sequence[str]) -> None:
         self._running: dict[asyncio.Task[Landed], Callable[[], None]] = {}
         self._by_outcome: Counter[str] = Counter()
         self._blocks_published = 0
+        self._bytes_published = dict.fromkeys(transports, 0)
         self._digests_checked = 0
         self._fetch_seconds = 0.0
         self._wait_seconds = 0.0
@@ -272,6 +293,7 @@ class _Ledger:
         landed = task.result()
         self._by_outcome["landed"] += 1
         self._blocks_published += landed.num_blocks
+        self._bytes_published[landed.transport] += landed.num_bytes
         self._fetch_seconds += landed.fetch_s
         self._wait_seconds += landed.wait_s
 
@@ -281,12 +303,13 @@ class _Ledger:
         if self._running:
             await asyncio.wait(self._running)
 
-    def stats(self, bytes_per_block: int) -> ReceiverStats:
+    def stats(self, links: Mapping[str, Choice]) -> ReceiverStats:
         return ReceiverStats(
             active=len(self._running),
             by_outcome=dict(self._by_outcome),
             blocks_published=self._blocks_published,
-            bytes_published=self._blocks_published * bytes_per_block,
+            bytes_published=dict(self._bytes_published),
+            links=dict(links),
             digests_checked=self._digests_checked,
             fetch_seconds=self._fetch_seconds,
             wait_seconds=self._wait_seconds,

@@ -48,7 +48,8 @@ class SenderStats:
     ended: Mapping[ReleaseReason, int]
     confirms: Mapping[Verdict, int]
     blocks_confirmed: int
-    bytes_confirmed: int
+    bytes_confirmed: Mapping[str, int]
+    """By transport; each that is offered has an entry."""
 
 
 class KVSender:
@@ -109,7 +110,8 @@ class KVSender:
 
     def stats(self) -> SenderStats:
         """Counters as they are now."""
-        return self._authority.stats(self._memory.bytes_per_block)
+        names = [transport.name for transport in self._transports]
+        return self._authority.stats(names, self._memory.bytes_per_block)
 
     async def close(self) -> None:
         """Revoke every transfer, drop every receiver, end the thread; safe to repeat."""
@@ -164,12 +166,13 @@ class _Authority:
         self._lock = threading.Lock()
         self._changed: dict[TransferKey, asyncio.Event] = {}  # the transfer thread's
         self._granted_blocks: Counter[TransferKey] = Counter()
+        self._transport_of: dict[TransferKey, str] = {}
         self._ended: Counter[ReleaseReason] = Counter()
         self._confirms: Counter[Verdict] = Counter()
         self._opened = 0
         self._refused = 0
         self._renewals = 0
-        self._blocks_confirmed = 0
+        self._blocks_confirmed: Counter[str] = Counter()  # by transport
         self.worker_loop: asyncio.AbstractEventLoop | None = None
 
     # Called by the worker.
@@ -206,7 +209,7 @@ class _Authority:
             self._table.revoke(key, why, self._clock())
         self._thread.post(self._announce)
 
-    def stats(self, bytes_per_block: int) -> SenderStats:
+    def stats(self, transports: Sequence[str], bytes_per_block: int) -> SenderStats:
         with self._lock:
             return SenderStats(
                 active_leases=self._table.num_live,
@@ -215,13 +218,15 @@ class _Authority:
                 renewals=self._renewals,
                 ended=dict(self._ended),
                 confirms=dict(self._confirms),
-                blocks_confirmed=self._blocks_confirmed,
-                bytes_confirmed=self._blocks_confirmed * bytes_per_block,
+                blocks_confirmed=self._blocks_confirmed.total(),
+                bytes_confirmed={
+                    name: self._blocks_confirmed[name] * bytes_per_block for name in transports
+                },
             )
 
     # Called by the transfer thread.
 
-    def attach(self, key: TransferKey, peer: PeerInfo) -> None:
+    def attach(self, key: TransferKey, peer: PeerInfo, transport: str) -> None:
         with self._lock:
             try:
                 self._check_peer(key, peer)
@@ -229,6 +234,7 @@ class _Authority:
             except LinkRefusedError:
                 self._refused += 1
                 raise
+            self._transport_of[key] = transport
         self._changed[key] = asyncio.Event()
 
     async def grants(self, key: TransferKey) -> AsyncIterator[Grant]:
@@ -293,8 +299,9 @@ class _Authority:
             for key, reason in ended:
                 self._ended[reason] += 1
                 granted = self._granted_blocks.pop(key, 0)
-                if reason is ReleaseReason.CONFIRMED:
-                    self._blocks_confirmed += granted
+                transport = self._transport_of.pop(key, None)
+                if reason is ReleaseReason.CONFIRMED and transport is not None:
+                    self._blocks_confirmed[transport] += granted
         for key, reason in ended:
             self._wake(key)
             self._changed.pop(key, None)

@@ -28,6 +28,7 @@ from kv_transfer.handoff import (
     TransferKey,
     Verdict,
 )
+from kv_transfer.shared_memory import SharedRegion
 
 
 class TransferError(Exception):
@@ -81,6 +82,10 @@ class BlockMemory(Protocol):
     def num_blocks(self) -> int:
         """Number of blocks."""
 
+    @property
+    def region(self) -> SharedRegion | None:
+        """What other processes may map: block i begins at i * bytes_per_block. None: nothing."""
+
     def block(self, block_id: BlockId) -> memoryview:
         """A writable, contiguous, byte-typed view of one block; no copy."""
 
@@ -92,8 +97,11 @@ class GrantAuthority(Protocol):
     goes to the peer.
     """
 
-    def attach(self, key: TransferKey, peer: PeerInfo) -> None:
-        """A receiver has connected for this transfer; refused if unknown, stale or incompatible."""
+    def attach(self, key: TransferKey, peer: PeerInfo, transport: str) -> None:
+        """A receiver has connected for this transfer, over the transport of this name.
+
+        Refused if the transfer is unknown or stale, or the workers do not fit each other.
+        """
 
     def grants(self, key: TransferKey) -> AsyncIterator[Grant]:
         """The transfer's grants from the first on; ends after the last one, raises if revoked."""
@@ -159,6 +167,9 @@ class Transport(Protocol):
     ) -> FetchSession:
         """Open a session for one transfer; raises `LinkRefusedError` or `PeerLostError`."""
 
+    async def close(self) -> None:
+        """Drop what is kept of peers between sessions; on the loop that opened them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landed:
@@ -168,6 +179,8 @@ class Landed:
     num_tokens: int
     num_blocks: int
     num_bytes: int
+    transport: str
+    """Name of the transport that moved it."""
     fetch_s: float
     """From opening the session to VALID."""
     wait_s: float

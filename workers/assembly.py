@@ -6,6 +6,7 @@ invariant, and only then read weights.
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from kv_transfer.geometry import KVLayout
 from kv_transfer.handoff import PeerInfo
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
+from kv_transfer.shared_memory import SharedRegion, can_share_memory, sharing_domain
 from kv_transfer.transport import Transport
+from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.tcp import TcpTransport
 from workers import planning
 from workers.decode import DecodeConfig, DecodeWorker, PrefillService
@@ -26,12 +29,15 @@ from workers.engine.kv_cache import KVCache, torch_dtype
 from workers.engine.loop import Engine
 from workers.engine.prefix_cache import PrefixScope
 from workers.engine.scheduler import Scheduler, SchedulerConfig
+from workers.errors import WorkerError
 from workers.host import available_cores, has_bf16_cpu
 from workers.models.facts import facts_from_info
 from workers.models.loading import ModelInfo, load_model_info
 from workers.models.store import ModelStore, default_cache_dir
 from workers.planning import DeploymentPlan, WorkerPlan
 from workers.prefill import PrefillWorker
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +63,7 @@ def survey(settings: Settings, environ: Mapping[str, str]) -> Site:
         settings,
         facts_from_info(info, settings.model, has_bf16_cpu=has_bf16_cpu()),
         cores=available_cores(),
+        shares_memory=can_share_memory(),
     )
     planning.enforce(plan.checks)
     return Site(model_path=source.path, info=info, plan=plan)
@@ -69,14 +76,15 @@ def build_prefill_worker(
     site = survey(settings, environ)
     if site.plan.prefill is None:
         raise ValueError("these settings have no prefill pool")
-    engine, memory = _build_engine(site, site.plan.prefill, settings)
+    region = _shared_region(settings.transfer.transport, site.plan.prefill.pool_bytes)
+    engine, memory = _build_engine(site, site.plan.prefill, settings, region)
     me = _peer_info(site.plan, site.plan.prefill, worker_id)
     worker: PrefillWorker
     sender = KVSender(
         memory=memory,
         me=me,
         generation_of=engine.generation_of,
-        transports=_transports(settings.transfer),
+        transports=_transports(settings.transfer, has_region=region is not None),
         lease_s=settings.transfer.lease_s,
         on_end=lambda key, reason: worker.on_transfer_end(key, reason),
     )
@@ -93,14 +101,14 @@ def build_decode_worker(
 ) -> DecodeWorker:
     """A decode worker, loaded and not yet started; without `prefill` it is colocated."""
     site = survey(settings, environ)
-    engine, memory = _build_engine(site, site.plan.decode, settings)
+    engine, memory = _build_engine(site, site.plan.decode, settings, region=None)
     me = _peer_info(site.plan, site.plan.decode, worker_id)
     receiver = None
     if prefill is not None:
         receiver = KVReceiver(
             memory=memory,
             me=me,
-            transports=_transports(settings.transfer),
+            transports=_transports(settings.transfer, has_region=True),
             lease_s=settings.transfer.lease_s,
         )
     return DecodeWorker(
@@ -115,7 +123,9 @@ def build_decode_worker(
     )
 
 
-def _build_engine(site: Site, worker: WorkerPlan, settings: Settings) -> tuple[Engine, KVCache]:
+def _build_engine(
+    site: Site, worker: WorkerPlan, settings: Settings, region: SharedRegion | None
+) -> tuple[Engine, KVCache]:
     runner, memory = build_runner(
         site.model_path,
         info=site.info,
@@ -124,6 +134,7 @@ def _build_engine(site: Site, worker: WorkerPlan, settings: Settings) -> tuple[E
         max_model_len=site.plan.window,
         dtype=torch_dtype(site.plan.layout.dtype),
         threads=worker.threads,
+        region=region,
     )
     pool = BlockPool(
         num_blocks=worker.num_blocks,
@@ -158,9 +169,28 @@ def _peer_info(plan: DeploymentPlan, worker: WorkerPlan, worker_id: str) -> Peer
         block_size=layout.block_size,
         max_model_len=plan.window,
         pool_tokens=worker.pool_tokens,
+        host=sharing_domain(),
     )
 
 
-def _transports(settings: TransferSettings) -> list[Transport]:
-    """The transports to offer, best first; `auto` is what is built: tcp."""
-    return [TcpTransport(host=settings.host)]
+def _shared_region(transport: str, size_bytes: int) -> SharedRegion | None:
+    """Memory for a pool that decode workers may read themselves; None where they are not to."""
+    if transport == "tcp":
+        return None
+    try:
+        return SharedRegion(size_bytes)
+    except OSError as error:
+        if transport == "shm":
+            raise WorkerError(f"transport shm: no shared memory here: {error}") from error
+        logger.warning("no shared memory, blocks go over tcp error=%s", error)
+        return None
+
+
+def _transports(settings: TransferSettings, *, has_region: bool) -> list[Transport]:
+    """The transports of a worker, best first; a server needs a region to serve shm from."""
+    transports: dict[str, Transport] = {"tcp": TcpTransport(host=settings.host)}
+    if has_region:
+        transports = {"shm": ShmTransport(), **transports}
+    if settings.transport == "auto":
+        return list(transports.values())
+    return [transports[settings.transport]]

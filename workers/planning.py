@@ -28,6 +28,7 @@ __all__ = [
     "WorkerPlan",
     "check_link",
     "check_pool_window",
+    "check_transport",
     "check_window",
     "enforce",
     "format_bytes",
@@ -150,12 +151,18 @@ def resolve_dtype(model: ModelSettings, *, has_bf16_cpu: bool) -> tuple[str, int
 
 
 def plan(
-    settings: Settings, facts: ModelFacts, *, cores: int, available_bytes: int | None = None
+    settings: Settings,
+    facts: ModelFacts,
+    *,
+    cores: int,
+    available_bytes: int | None = None,
+    shares_memory: bool = False,
 ) -> DeploymentPlan:
     """Size every pool and check the result; a plan that must not start has `ok` False.
 
     `cores` and `available_bytes` are those of the one host that all workers share; None is memory
-    that is not known, which gives a warning.
+    that is not known, which gives a warning. `shares_memory` is whether that host lets processes
+    share some.
     """
     layout = _layout(facts, block_size=settings.kv.block_size)
     window = settings.model.max_model_len or facts.context_length
@@ -174,6 +181,7 @@ def plan(
             for pool, worker in zip(pools, workers, strict=True)
         ),
         *(check_link(sizer.peer(workers[0]), sizer.peer(worker)) for worker in workers[1:]),
+        *(check_transport(settings.transfer.transport, shares_memory) for _ in workers[1:]),
         _check_memory(workers, facts.weight_bytes, available_bytes),
         _check_cores(workers, cores),
     ]
@@ -226,6 +234,26 @@ def check_link(decode: PeerInfo, prefill: PeerInfo) -> Check:
         return Check(id=INV_POOL_WINDOW, outcome=Outcome.HOLDS, sentence=sentence)
     sentence = f"{decode.worker_id} cannot take KV from {prefill.worker_id}: {problem}."
     return Check(id=INV_POOL_WINDOW, outcome=Outcome.FAILS, sentence=sentence)
+
+
+def check_transport(wanted: str, shares_memory: bool) -> Check:
+    """What the KV cache will move over, and why; `wanted` is the setting."""
+    outcome = Outcome.HOLDS
+    if wanted == "tcp":
+        sentence = "KV moves over tcp: transfer.transport says so."
+    elif shares_memory:
+        sentence = "KV moves over shm: the workers share this host's memory."
+        if wanted == "auto":
+            sentence = f"{sentence[:-1]}; between hosts it would be tcp."
+    elif wanted == "auto":
+        sentence = "KV moves over tcp: this host lets no process share memory (no sealed memfd)."
+    else:
+        outcome = Outcome.FAILS
+        sentence = (
+            "transfer.transport is shm, but this host lets no process share memory (no sealed "
+            "memfd): set it to auto or tcp."
+        )
+    return Check(id="TRANSPORT", outcome=outcome, sentence=sentence)
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from configs.schema import Settings
 from deployments.terminal.tables import format_columns
+from kv_transfer.shared_memory import can_share_memory
 from workers.host import available_bytes, available_cores, has_bf16_cpu
 from workers.models.facts import find_snapshot, read_facts
 from workers.models.store import ModelStore, default_cache_dir
@@ -30,6 +31,7 @@ def plan_for_host(settings: Settings, environ: Mapping[str, str]) -> DeploymentP
         facts,
         cores=available_cores(),
         available_bytes=available_bytes() if is_host_memory else None,
+        shares_memory=can_share_memory(),
     )
 
 

@@ -51,13 +51,26 @@ class StreamTimings:
 class BlockOutlet(Protocol):
     """What one transport's server does in its own way: where it listens, how it shows a block."""
 
-    bytes_per_block: int
+    @property
+    def name(self) -> str:
+        """The transport's."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Size of every block."""
+
+    @property
+    def descriptor(self) -> int | None:
+        """Goes to every receiver with the welcome, where there is one."""
 
     def listen(self) -> tuple[socket.socket, str]:
         """A socket that listens, and its address for `PeerInfo.endpoints`."""
 
     def frame(self, identity: Identity, block: GrantedBlock) -> Sequence[bytes | memoryview]:
         """The frame that gives a block to its reader."""
+
+    def refusal(self, accepted: socket.socket) -> str | None:
+        """Why this connection is not to be served, if it is not."""
 
 
 class StreamBlockServer:
@@ -109,6 +122,10 @@ class StreamBlockServer:
                 continue
             if len(self._connections) >= MAX_CONNECTIONS:
                 logger.warning("connection refused connections=%d", len(self._connections))
+                accepted.close()
+                continue
+            if (refusal := self._outlet.refusal(accepted)) is not None:
+                logger.warning("connection refused reason=%s", refusal)
                 accepted.close()
                 continue
             task = asyncio.create_task(self._serve(accepted))
@@ -183,18 +200,17 @@ class _Connection:
         wire.check_identity(header, identity)
         wire.check_payload(header, identity, payload)
         try:
-            self._authority.attach(key, peer)
+            self._authority.attach(key, peer, self._outlet.name)
         except TransferError as error:
             self._tell(identity, error)
             raise
-        self._say(identity, FrameType.WELCOME, wire.pack_welcome(self._me))
         return key, identity
 
     async def _read(self, key: TransferKey, identity: Identity) -> None:
         while True:
             header = await self._next_header()
             wire.check_identity(header, identity)
-            if header.kind is FrameType.DATA:
+            if header.kind in wire.BLOCK_FRAMES:
                 raise CorruptTransferError("a receiver sent a block")
             payload = await self._payload(header)
             wire.check_payload(header, identity, payload)
@@ -232,6 +248,8 @@ class _Connection:
         self._work.set()
 
     async def _write(self, key: TransferKey, identity: Identity) -> None:
+        welcome = wire.control_frame(identity, FrameType.WELCOME, wire.pack_welcome(self._me))
+        await self._send([welcome], self._outlet.descriptor)
         while True:
             if self._control:
                 await self._send([self._control.popleft()])
@@ -258,10 +276,11 @@ class _Connection:
         self._is_mid_frame = True
         await self._frames.send(pieces, check)
         self._is_mid_frame = False
+        await self._frames.pace(len(batch) * self._outlet.bytes_per_block)  # digests take time too
 
-    async def _send(self, pieces: list[bytes | memoryview]) -> None:
+    async def _send(self, pieces: list[bytes | memoryview], descriptor: int | None = None) -> None:
         self._is_mid_frame = True
-        await self._frames.send(pieces)
+        await self._frames.send(pieces, descriptor=descriptor)
         self._is_mid_frame = False
 
     async def _push_grants(self, key: TransferKey, identity: Identity) -> None:

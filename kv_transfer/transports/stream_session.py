@@ -39,8 +39,17 @@ _SILENCE_TICKS = 4
 class BlockSource(Protocol):
     """How one transport's blocks come in."""
 
-    async def fill(self, frames: FrameSocket, destination: memoryview) -> None:
+    kind: FrameType
+    """Of the frames that announce them."""
+
+    def payload_bytes(self, destination: memoryview) -> int:
+        """What must follow the header of a block that goes there."""
+
+    async def fill(self, frames: FrameSocket, block: GrantedBlock, destination: memoryview) -> None:
         """Write the block whose header was read last; returns once all of it is there."""
+
+    def close(self) -> None:
+        """The session has ended; called once."""
 
 
 async def connect_frames(
@@ -53,7 +62,8 @@ async def connect_frames(
 ) -> FrameSocket:
     """Connect and greet; the answer must come from the incarnation that was asked for.
 
-    `dial` connects a socket to the address. Raises `LinkRefusedError`, `PeerLostError` or what the
+    `dial` connects a socket to the address; a descriptor that came with the welcome is kept by the
+    frames. Raises `LinkRefusedError`, `PeerLostError` or what the
     owner refused the transfer with; nothing is open then.
     """
     try:
@@ -73,6 +83,7 @@ async def connect_frames(
 
 async def _greet(frames: FrameSocket, peer: PeerInfo, key: TransferKey, me: PeerInfo) -> None:
     identity = Identity.of(key)
+    frames.accept_descriptor()
     await frames.send([wire.control_frame(identity, FrameType.HELLO, wire.pack_hello(key, me))])
     header = await _next_header(frames, identity, memoryview(bytearray(wire.HEADER_BYTES)))
     payload = await _payload(frames, identity, header)
@@ -95,7 +106,7 @@ async def _next_header(frames: FrameSocket, identity: Identity, raw: memoryview)
 
 
 async def _payload(frames: FrameSocket, identity: Identity, header: Header) -> bytes:
-    if header.kind is FrameType.DATA:  # its length is not bounded yet
+    if header.kind in wire.BLOCK_FRAMES:  # its length is not bounded yet
         raise CorruptTransferError("a block came where none was asked for")
     payload = bytearray(header.length)
     await frames.receive_into(memoryview(payload))
@@ -182,6 +193,7 @@ class StreamSession:
         self._watchdog.cancel()
         await asyncio.gather(self._reader, self._watchdog, return_exceptions=True)
         self._frames.close()
+        self._source.close()
         self._expected.clear()
 
     async def _send(self, kind: FrameType, payload: bytes = b"") -> None:
@@ -202,7 +214,7 @@ class StreamSession:
         try:
             while True:
                 header = await _next_header(self._frames, self._identity, raw)
-                if header.kind is FrameType.DATA:
+                if header.kind is self._source.kind:
                     await self._receive_block(header)
                 else:
                     payload = await _payload(self._frames, self._identity, header)
@@ -216,12 +228,13 @@ class StreamSession:
             raise CorruptTransferError(f"logical block {header.logical} was not asked for")
         block, destination = expected.block, expected.destination
         said = (header.generation, header.valid_tokens, header.length)
-        wanted = (block.generation, block.valid_tokens, destination.nbytes)
+        size = self._source.payload_bytes(destination)
+        wanted = (block.generation, block.valid_tokens, size)
         if said != wanted:
             raise CorruptTransferError(
                 f"logical block {header.logical}: (generation, tokens, bytes) {said}, not {wanted}"
             )
-        await self._source.fill(self._frames, destination)
+        await self._source.fill(self._frames, block, destination)
         wire.check_payload(header, self._identity, destination)
         del self._expected[header.logical]
         expected.landed.put_nowait(block)

@@ -24,7 +24,7 @@ from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import SOCKET_BUFFER_BYTES, FrameSocket
 from kv_transfer.transports.stream_server import StreamBlockServer, StreamTimings
 from kv_transfer.transports.stream_session import StreamSession, connect_frames
-from kv_transfer.transports.wire import Identity
+from kv_transfer.transports.wire import FrameType, Identity
 
 
 class TcpTransport:
@@ -66,16 +66,30 @@ class TcpTransport:
         frames = await connect_frames(_dial, address, peer, key, me, self._timings)
         return StreamSession(frames, Identity.of(key), _SocketSource(), memory, self._timings)
 
+    async def close(self) -> None:
+        """Nothing is kept between sessions."""
+
 
 class _SocketSource:
     """Blocks that come over the socket, behind their headers."""
 
-    async def fill(self, frames: FrameSocket, destination: memoryview) -> None:
+    kind = FrameType.DATA
+
+    def payload_bytes(self, destination: memoryview) -> int:
+        return destination.nbytes
+
+    async def fill(self, frames: FrameSocket, block: GrantedBlock, destination: memoryview) -> None:
         await frames.receive_into(destination)
+
+    def close(self) -> None:
+        return
 
 
 class _SocketOutlet:
     """Blocks that go over the socket, behind their headers."""
+
+    name = "tcp"
+    descriptor = None
 
     def __init__(self, memory: BlockMemory, host: str, port: int) -> None:
         self.bytes_per_block = memory.bytes_per_block
@@ -93,7 +107,10 @@ class _SocketOutlet:
 
     def frame(self, identity: Identity, block: GrantedBlock) -> Sequence[bytes | memoryview]:
         payload = self._memory.block(block.block_id)
-        return wire.data_header(identity, block, payload), payload
+        return wire.block_header(identity, FrameType.DATA, block, payload), payload
+
+    def refusal(self, accepted: socket.socket) -> str | None:
+        return None
 
 
 async def _dial(address: str) -> socket.socket:

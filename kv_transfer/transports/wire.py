@@ -68,6 +68,12 @@ class FrameType(IntEnum):
     RELEASE = 9
     ALIVE = 10
     ERROR = 11
+    LOCATED = 12
+
+
+BLOCK_FRAMES = frozenset({FrameType.DATA, FrameType.LOCATED})
+"""Frames that name a block: DATA has its bytes behind it; LOCATED has none, for the receiver reads
+them where they are."""
 
 
 _ERROR_CODES: Mapping[type[TransferError], int] = MappingProxyType(
@@ -107,7 +113,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """A frame's header; the last four fields but the digest are 0 on all frames but DATA."""
+    """A frame's header; the fields that name a block are 0 where the frame is not of one."""
 
     kind: FrameType
     length: int
@@ -141,20 +147,22 @@ def control_frame(identity: Identity, kind: FrameType, payload: bytes = b"") -> 
     return header + payload
 
 
-def data_header(identity: Identity, block: GrantedBlock, payload: memoryview) -> bytes:
-    """The header that goes before a block's bytes."""
+def block_header(
+    identity: Identity, kind: FrameType, block: GrantedBlock, content: memoryview
+) -> bytes:
+    """A block's header, with its content's digest: DATA goes before the bytes, LOCATED alone."""
     return _HEADER.pack(
         MAGIC,
         WIRE_VERSION,
-        FrameType.DATA,
+        kind,
         0,
-        payload.nbytes,
+        content.nbytes if kind is FrameType.DATA else 0,
         identity.epoch,
         identity.tag,
         block.logical,
         block.valid_tokens,
         block.generation,
-        identity.digest(FrameType.DATA, payload, block.logical),
+        identity.digest(kind, content, block.logical),
     )
 
 
@@ -169,7 +177,7 @@ def parse_header(raw: bytes | bytearray | memoryview) -> Header:
         frame_type = FrameType(kind)
     except ValueError as error:
         raise CorruptTransferError(f"unknown frame type {kind}") from error
-    if frame_type is not FrameType.DATA:
+    if frame_type not in BLOCK_FRAMES:
         if logical or valid or generation:
             raise CorruptTransferError(f"{frame_type.name} names a block")
         if length > MAX_CONTROL_BYTES:
@@ -341,7 +349,9 @@ def _key(value: object) -> TransferKey:
 
 def _peer(value: object) -> PeerInfo:
     counts = ("bytes_per_block", "block_size", "max_model_len", "pool_tokens")
-    fields = _object(value, ("worker_id", "incarnation", "fingerprint", "endpoints", *counts))
+    fields = _object(
+        value, ("worker_id", "incarnation", "fingerprint", "host", "endpoints", *counts)
+    )
     return PeerInfo(
         worker_id=_text(fields["worker_id"]),
         incarnation=_text(fields["incarnation"]),
@@ -350,5 +360,6 @@ def _peer(value: object) -> PeerInfo:
         block_size=_count(fields["block_size"]),
         max_model_len=_count(fields["max_model_len"]),
         pool_tokens=_count(fields["pool_tokens"]),
+        host=_text(fields["host"]),
         endpoints=(),
     )

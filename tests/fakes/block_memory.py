@@ -6,13 +6,16 @@ import random
 
 from kv_transfer.geometry import BlockId, LogicalBlock, ceil_div
 from kv_transfer.handoff import GrantedBlock, PeerInfo, TransferKey
+from kv_transfer.shared_memory import SharedRegion
 
 
 class ByteMemory:
-    """`BlockMemory` over one bytearray, with the generation counters of a pool."""
+    """`BlockMemory` in a region or a bytearray, with the generation counters of a pool."""
 
-    def __init__(self, num_blocks: int, bytes_per_block: int) -> None:
-        self._bytes = memoryview(bytearray(num_blocks * bytes_per_block))
+    def __init__(self, num_blocks: int, bytes_per_block: int, *, shared: bool = False) -> None:
+        size = num_blocks * bytes_per_block
+        self.region = SharedRegion(size) if shared else None
+        self._bytes = memoryview(bytearray(size)) if self.region is None else self.region.buffer
         self._bytes_per_block = bytes_per_block
         self.generations = [0] * num_blocks
 
@@ -49,6 +52,7 @@ def peer_info(
     fingerprint: str = "f" * 32,
     max_model_len: int = 64,
     pool_tokens: int = 128,
+    host: str = "here",
 ) -> PeerInfo:
     """A worker whose peers are those made with the same values."""
     return PeerInfo(
@@ -59,6 +63,7 @@ def peer_info(
         block_size=block_size,
         max_model_len=max_model_len,
         pool_tokens=pool_tokens,
+        host=host,
     )
 
 

@@ -41,6 +41,8 @@ class KVLink:
     destination: ByteMemory
     peer: PeerInfo
     me: PeerInfo
+    prefill: str
+    """The sender's incarnation."""
     ended: list[tuple[TransferKey, ReleaseReason]]
     ends: asyncio.Queue[tuple[TransferKey, ReleaseReason]] = field(default_factory=asyncio.Queue)
 
@@ -55,7 +57,7 @@ class KVLink:
 
     def open(self, transfer_id: str = "t", epoch: int = 0) -> TransferKey:
         """Open a transfer between the two."""
-        key = transfer_key(transfer_id, epoch)
+        key = transfer_key(transfer_id, epoch, self.prefill)
         self.sender.open(key, self.me)
         return key
 
@@ -98,9 +100,11 @@ async def kv_link(
     num_blocks: int = 16,
     block_bytes: int = BLOCK_BYTES,
     on_end: Callable[[], object] | None = None,
+    prefill: str = "p-1",
 ) -> AsyncIterator[KVLink]:
-    """A started link; closed at the end, the receiver first."""
-    source, destination = ByteMemory(num_blocks, block_bytes), ByteMemory(num_blocks, block_bytes)
+    """A started link from the incarnation `prefill`; closed at the end, the receiver first."""
+    source = ByteMemory(num_blocks, block_bytes, shared=True)
+    destination = ByteMemory(num_blocks, block_bytes)
     source.fill(seed=1)
     for block_id in range(num_blocks):
         destination.block(BlockId(block_id))[:] = bytes([POISON]) * block_bytes
@@ -116,7 +120,7 @@ async def kv_link(
 
     sender = KVSender(
         memory=source,
-        me=peer_info("prefill-0", "p-1", bytes_per_block=block_bytes, block_size=BLOCK_SIZE),
+        me=peer_info("prefill-0", prefill, bytes_per_block=block_bytes, block_size=BLOCK_SIZE),
         generation_of=source.generation_of,
         transports=[transport],
         on_end=note_end,
@@ -130,7 +134,9 @@ async def kv_link(
     try:
         peer = await sender.start()
         await receiver.start()
-        yield KVLink(sender, receiver, source, destination, peer, decode, ended, ends)
+        yield KVLink(sender, receiver, source, destination, peer, decode, prefill, ended, ends)
     finally:
         await receiver.close()
         await sender.close()
+        assert source.region is not None
+        source.region.close()

@@ -12,6 +12,7 @@ import asyncio
 import gc
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kv_transfer.geometry import BlockId, LogicalBlock
 from kv_transfer.handoff import FirstToken, GrantedBlock, PeerInfo, TransferKey
 from kv_transfer.sender import KVSender
+from kv_transfer.transport import Transport
+from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.stream_server import StreamTimings
 from kv_transfer.transports.tcp import TcpTransport
 from tests.fakes.block_memory import ByteMemory
+
+_TRANSPORTS: dict[str, Callable[..., Transport]] = {"tcp": TcpTransport, "shm": ShmTransport}
 
 
 def tell(**message: Any) -> None:
@@ -37,14 +42,15 @@ class Owner:
     """Carries out commands; a command's name is a method's."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        self.memory = ByteMemory(arguments["num_blocks"], arguments["bytes_per_block"])
+        self.memory = ByteMemory(arguments["num_blocks"], arguments["bytes_per_block"], shared=True)
         self.memory.fill(arguments["seed"])
         self.me = PeerInfo(**arguments["me"])
+        timings = StreamTimings(keep_alive_s=0.1)
         self.sender = KVSender(
             memory=self.memory,
             me=self.me,
             generation_of=self.memory.generation_of,
-            transports=[TcpTransport(timings=StreamTimings(keep_alive_s=0.1))],
+            transports=[_TRANSPORTS[arguments["transport"]](timings=timings)],
             on_end=lambda key, reason: tell(ended=key.transfer_id, reason=reason.value),
             lease_s=arguments["lease_s"],
             sweep_s=0.02,

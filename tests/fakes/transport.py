@@ -98,8 +98,11 @@ class FaultyTransport:
         server = self._servers.get(peer.endpoint(self.name) or "")
         if server is None:
             raise PeerLostError("nobody listens")
-        await server.call(server.authority.attach, key, me)
+        await server.call(server.authority.attach, key, me, self.name)
         return _Session(self, server, memory, key)
+
+    async def close(self) -> None:
+        return
 
     def resume(self) -> None:
         """Let delayed pieces go."""

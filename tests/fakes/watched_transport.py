@@ -61,6 +61,9 @@ class WatchedTransport:
         self.connected.set()
         return _WatchedSession(self, session, key)
 
+    async def close(self) -> None:
+        await self.base.close()
+
     def begins(self, key: TransferKey, block_ids: Sequence[BlockId]) -> None:
         """A session may write to these blocks from now on."""
         self._writers.update(dict.fromkeys(block_ids, key))

@@ -334,6 +334,7 @@ class Rig:
                 block_size=config.layout.block_size,
                 max_model_len=config.max_model_len,
                 pool_tokens=config.num_blocks * config.layout.block_size,
+                host="here",
             ),
         )
 

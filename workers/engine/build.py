@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from kv_transfer.geometry import KVLayout
+from kv_transfer.shared_memory import SharedRegion
 from workers.engine.attention.backend import AttentionBackend
 from workers.engine.attention.torch_cpu import TorchCpuBackend
 from workers.engine.kv_cache import KVCache, torch_dtype
@@ -42,14 +43,16 @@ def build_runner(
     dtype: torch.dtype,
     threads: int,
     max_model_len: int | None = None,
+    region: SharedRegion | None = None,
 ) -> tuple[RaggedModelRunner, KVCache]:
     """A checked runner and the pool that it reads and writes.
 
     `model` is a directory, or loaded already, and then is the runner's from here on: its head is
-    replaced by a faster one. It computes in `dtype`, as the pool does. The check covers
-    max_model_len tokens, by default all that the model can. Sets the process's number of compute
-    threads. Raises `UnsupportedModelError` if the model's architecture cannot be
-    run this way, `ModelError` if it cannot be loaded.
+    replaced by a faster one. It computes in `dtype`, as the pool does, which lies in `region` if
+    one is given, for other processes to read. The check covers max_model_len tokens, by default all
+    that the model can. Sets the process's number of compute threads. Raises
+    `UnsupportedModelError` if the model's architecture cannot be run this way, `ModelError` if it
+    cannot be loaded.
     """
     if torch_dtype(layout.dtype) != dtype:
         raise ValueError(f"the model computes in {dtype}, its KV layout says {layout.dtype}")
@@ -58,7 +61,7 @@ def build_runner(
         model = load_weights(model, dtype=dtype, device="cpu", attn_implementation="eager")
     checked = check_model(model, layout, max_model_len=max_model_len or info.context_length)
     pack_head(model)
-    kv_cache = KVCache(layout, num_blocks)
+    kv_cache = KVCache(layout, num_blocks, region=region)
     forward = make_forward(model, checked, layout)(TorchCpuBackend(kv_cache))
     return RaggedModelRunner(forward, block_size=layout.block_size), kv_cache
 

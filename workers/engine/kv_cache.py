@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kv_transfer.geometry import BlockId, KVLayout
+from kv_transfer.shared_memory import SharedRegion
 
 __all__ = ["KVCache", "torch_dtype"]
 
@@ -51,8 +52,13 @@ class KVCache:
         device: str | torch.device = "cpu",
         *,
         poison: bool = False,
+        region: SharedRegion | None = None,
     ) -> None:
-        """Reserve num_blocks blocks; with `poison` every element is NaN until it is written."""
+        """Reserve num_blocks blocks; with `poison` every element is NaN until it is written.
+
+        With a `region` they lie in that, which must have exactly their size, else in memory that no
+        other process can see.
+        """
         dtype = torch_dtype(layout.dtype)
         if dtype.itemsize != layout.element_bytes:
             raise ValueError(
@@ -71,7 +77,12 @@ class KVCache:
             layout.num_kv_heads,
             layout.head_dim,
         )
-        self._arena = torch.empty(shape, dtype=dtype, device=self.device)
+        self.region = region
+        self._arena = (
+            torch.empty(shape, dtype=dtype, device=self.device)
+            if region is None
+            else self._in_region(region, num_blocks).view(shape)
+        )
         tokens = self._arena.view(-1, layout.num_kv_heads, layout.head_dim)
         blocks = self._arena.view(num_blocks * layout.num_layers * 2, -1)
         size = layout.block_size
@@ -132,6 +143,15 @@ class KVCache:
     def _check_block(self, block_id: BlockId) -> None:
         if not 0 <= block_id < self.num_blocks:
             raise IndexError(f"block {block_id} is not one of the {self.num_blocks} blocks")
+
+    def _in_region(self, region: SharedRegion, num_blocks: int) -> torch.Tensor:
+        wanted = num_blocks * self.layout.bytes_per_block
+        if self.device.type != "cpu" or region.size_bytes != wanted:
+            raise ValueError(
+                f"{wanted} bytes of KV on {self.device} cannot lie in a region of "
+                f"{region.size_bytes} bytes of host memory"
+            )
+        return torch.frombuffer(region.buffer, dtype=self.dtype)
 
     def _host_bytes(self) -> memoryview | None:
         if self.device.type != "cpu":

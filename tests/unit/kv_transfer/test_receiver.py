@@ -38,7 +38,7 @@ async def test_a_handoff_lands_every_byte_and_reports_what_it_moved():
         stats = link.receiver.stats()
         assert stats.by_outcome == {"landed": 1}
         assert (stats.active, stats.blocks_published, stats.digests_checked) == (0, 6, 6)
-        assert stats.bytes_published == landed.num_bytes
+        assert stats.bytes_published == {"faulty": landed.num_bytes}
         assert (stats.fetch_seconds, stats.wait_seconds) == (landed.fetch_s, landed.wait_s)
 
 

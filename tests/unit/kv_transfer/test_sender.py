@@ -119,7 +119,7 @@ async def test_stats_count_what_was_confirmed():
         assert stats.ended == {ReleaseReason.CONFIRMED: 1, ReleaseReason.REVOKED: 1}
         assert stats.confirms == {Verdict.VALID: 1}
         assert stats.blocks_confirmed == 6
-        assert stats.bytes_confirmed == 6 * link.source.bytes_per_block
+        assert stats.bytes_confirmed == {"faulty": 6 * link.source.bytes_per_block}
         assert (stats.active_leases, stats.opened, stats.refused) == (0, 2, 0)
 
 

@@ -149,7 +149,7 @@ def test_a_long_error_text_is_cut():
 
 
 def test_a_data_header_says_which_block_its_bytes_are():
-    header = wire.parse_header(wire.data_header(IDENTITY, BLOCK, PAYLOAD))
+    header = wire.parse_header(wire.block_header(IDENTITY, FrameType.DATA, BLOCK, PAYLOAD))
     assert header.kind is FrameType.DATA
     assert (header.logical, header.valid_tokens, header.generation) == (1, 2, 0)
     assert header.length == PAYLOAD.nbytes
@@ -158,7 +158,7 @@ def test_a_data_header_says_which_block_its_bytes_are():
 
 
 def test_any_changed_bit_of_a_payload_is_noticed():
-    header = wire.parse_header(wire.data_header(IDENTITY, BLOCK, PAYLOAD))
+    header = wire.parse_header(wire.block_header(IDENTITY, FrameType.DATA, BLOCK, PAYLOAD))
     for position in range(PAYLOAD.nbytes):
         changed = bytearray(PAYLOAD)
         changed[position] ^= 1 << (position % 8)
@@ -176,7 +176,7 @@ def test_any_changed_bit_of_a_payload_is_noticed():
     ],
 )
 def test_frames_of_another_transfer_attempt_or_process_are_refused(identity):
-    header = wire.parse_header(wire.data_header(identity, BLOCK, PAYLOAD))
+    header = wire.parse_header(wire.block_header(identity, FrameType.DATA, BLOCK, PAYLOAD))
     with pytest.raises(CorruptTransferError, match="another transfer"):
         wire.check_identity(header, IDENTITY)
     assert identity.digest(FrameType.DATA, PAYLOAD, 1) != IDENTITY.digest(

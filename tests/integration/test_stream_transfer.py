@@ -29,15 +29,20 @@ from kv_transfer.transport import (
     PeerLostError,
 )
 from kv_transfer.transports.stream_server import StreamTimings
-from kv_transfer.transports.tcp import TcpTransport
 from tests.fakes.block_memory import ByteMemory, peer_info
-from tests.fakes.tcp_proxy import Damage, tcp_proxy
+from tests.fakes.stream_kinds import SHM, STREAM_KINDS, StreamKind
+from tests.fakes.stream_proxy import Damage, stream_proxy
 from tests.fakes.until import until
 
 OWNER = Path(__file__).resolve().parents[1] / "fakes" / "kv_owner.py"
 NUM_BLOCKS = 64
 MARK = 0x77
 QUICK = StreamTimings(connect_s=2.0, silence_s=0.8)
+
+
+@pytest.fixture(params=STREAM_KINDS, ids=lambda kind: kind.name)
+def kind(request):
+    return request.param
 
 
 class OwnerProcess:
@@ -96,6 +101,12 @@ class OwnerProcess:
                 self._answers[message.pop("id")].set_result(message)
 
 
+def arenas_mapped() -> list[str]:
+    """Read-only mappings of other processes' arenas in this one."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if "memfd:baton-kv" in line]
+
+
 def worker(name: str, bytes_per_block: int) -> PeerInfo:
     return peer_info(
         name,
@@ -108,12 +119,15 @@ def worker(name: str, bytes_per_block: int) -> PeerInfo:
 
 
 @asynccontextmanager
-async def owner_process(bytes_per_block: int, *, lease_s: float = 5.0, name: str = "p"):
+async def owner_process(
+    kind: StreamKind, bytes_per_block: int, *, lease_s: float = 5.0, name: str = "p"
+):
     arguments = {
         "num_blocks": NUM_BLOCKS,
         "bytes_per_block": bytes_per_block,
         "seed": 1,
         "lease_s": lease_s,
+        "transport": kind.name,
         "me": asdict(worker(name, bytes_per_block)),
     }
     process = await asyncio.create_subprocess_exec(
@@ -139,7 +153,12 @@ class Decode:
     """The receiving worker in the test's process."""
 
     def __init__(
-        self, bytes_per_block: int, *, num_blocks: int = NUM_BLOCKS, lease_s: float = 5.0
+        self,
+        kind: StreamKind,
+        bytes_per_block: int,
+        *,
+        num_blocks: int = NUM_BLOCKS,
+        lease_s: float = 5.0,
     ) -> None:
         self.memory = ByteMemory(num_blocks, bytes_per_block)
         self.expected = ByteMemory(NUM_BLOCKS, bytes_per_block)
@@ -148,7 +167,7 @@ class Decode:
         self.receiver = KVReceiver(
             memory=self.memory,
             me=self.me,
-            transports=[TcpTransport(timings=QUICK)],
+            transports=[kind.transport(timings=QUICK)],
             lease_s=lease_s,
         )
 
@@ -201,18 +220,19 @@ async def shuffled_handoff(owner, decode, name, seed):
     assert decode.holds(sources, places)
 
 
-async def test_blocks_arrive_whole_and_the_owner_may_free_them():
-    async with owner_process(64 * 1024) as owner, Decode(64 * 1024) as decode:
+async def test_blocks_arrive_whole_and_the_owner_may_free_them(kind):
+    async with owner_process(kind, 64 * 1024) as owner, Decode(kind, 64 * 1024) as decode:
         for number in range(5):
             await shuffled_handoff(owner, decode, f"t{number}", seed=number)
         await until(lambda: len(owner.ended) == 5)
         assert set(map(tuple, owner.ended.values())) == {("confirmed",)}
-        assert (await owner.ask("stats"))["listening"] == ["127.0.0.1"]
+        listening = (await owner.ask("stats"))["listening"]
+        assert listening == ([] if kind is SHM else ["127.0.0.1"])
 
 
-async def test_a_killed_owner_is_lost_at_once_and_another_one_serves():
+async def test_a_killed_owner_is_lost_at_once_and_another_one_serves(kind):
     size = 1024 * 1024
-    async with owner_process(size) as owner, Decode(size) as decode:
+    async with owner_process(kind, size) as owner, Decode(kind, size) as decode:
         key = decode.key(owner, "t")
         blocks = list(range(NUM_BLOCKS))
         await owner.offer(key, decode.me, [blocks[:60], []])
@@ -223,16 +243,28 @@ async def test_a_killed_owner_is_lost_at_once_and_another_one_serves():
         with pytest.raises(PeerLostError, match="connection"):  # not by its silence
             await pulling
         await transfer.wait_quiesced()
-        async with owner_process(size, name="p2") as other:
+        async with owner_process(kind, size, name="p2") as other:
             await shuffled_handoff(other, decode, "u", seed=1)
 
 
-async def test_a_stopped_owner_is_lost_and_nothing_lands_after_it_goes_on():
+async def test_memory_of_an_owner_that_died_is_given_back_at_once():
+    """Also where no transfer is under way that would notice its death."""
+    async with Decode(SHM, 4096) as decode:
+        async with owner_process(SHM, 4096) as owner:
+            await shuffled_handoff(owner, decode, "t", seed=1)
+            assert len(arenas_mapped()) == 1
+            owner.signal(signal.SIGKILL)
+            await until(lambda: arenas_mapped() == [])
+        async with owner_process(SHM, 4096, name="p2") as other:
+            await shuffled_handoff(other, decode, "u", seed=2)
+
+
+async def test_a_stopped_owner_is_lost_and_nothing_lands_after_it_goes_on(kind):
     size = 1024 * 1024  # the pool is far more than the socket buffers hold
-    async with owner_process(size) as owner, Decode(size) as decode:
+    async with owner_process(kind, size) as owner, Decode(kind, size) as decode:
         key = decode.key(owner, "t")
         blocks = list(range(NUM_BLOCKS))
-        await owner.offer(key, decode.me, [blocks])
+        await owner.offer(key, decode.me, [blocks[:60], []])  # no end: it cannot be too quick
         transfer = decode.incoming(owner, key, blocks)
         pulling = asyncio.create_task(transfer.pull())
         await until(lambda: decode.has_begun(0))
@@ -248,16 +280,16 @@ async def test_a_stopped_owner_is_lost_and_nothing_lands_after_it_goes_on():
         await shuffled_handoff(owner, decode, "u", seed=2)
 
 
-async def test_blocks_of_a_cancelled_fetch_can_be_reused_after_the_fence():
+async def test_blocks_of_a_cancelled_fetch_can_be_reused_after_the_fence(kind):
     size = 512 * 1024
-    async with owner_process(size) as owner, Decode(size) as decode:
+    async with owner_process(kind, size) as owner, Decode(kind, size) as decode:
         blocks = list(range(NUM_BLOCKS))
         for number in range(5):
             name = f"t{number}"
             key = decode.key(owner, name)
             decode.mark(blocks)
             decode.memory.block(BlockId(0))[:64] = bytes(64)
-            await owner.offer(key, decode.me, [blocks])
+            await owner.offer(key, decode.me, [blocks[:60], []])  # no end: it cannot be too quick
             transfer = decode.incoming(owner, key, blocks)
             pulling = asyncio.create_task(transfer.pull())
             await until(lambda: decode.has_begun(0))
@@ -272,8 +304,8 @@ async def test_blocks_of_a_cancelled_fetch_can_be_reused_after_the_fence():
         await shuffled_handoff(owner, decode, "u", seed=3)
 
 
-async def test_a_block_that_was_freed_under_the_lease_makes_the_handoff_invalid():
-    async with owner_process(4096) as owner, Decode(4096) as decode:
+async def test_a_block_that_was_freed_under_the_lease_makes_the_handoff_invalid(kind):
+    async with owner_process(kind, 4096) as owner, Decode(kind, 4096) as decode:
         key = decode.key(owner, "t")
         await owner.offer(key, decode.me, [[5, 6, 7], []])
         transfer = decode.incoming(owner, key, [0, 1, 2])
@@ -288,10 +320,10 @@ async def test_a_block_that_was_freed_under_the_lease_makes_the_handoff_invalid(
         await until(lambda: owner.ended == {"t": ["revoked"]})
 
 
-async def test_an_expired_lease_ends_the_handoff_on_both_sides():
+async def test_an_expired_lease_ends_the_handoff_on_both_sides(kind):
     async with (
-        owner_process(4096, lease_s=0.5) as owner,
-        Decode(4096, lease_s=500.0) as decode,  # renews far too late
+        owner_process(kind, 4096, lease_s=0.5) as owner,
+        Decode(kind, 4096, lease_s=500.0) as decode,  # renews far too late
     ):
         key = decode.key(owner, "t")
         await owner.offer(key, decode.me, [[5], []])
@@ -300,8 +332,11 @@ async def test_an_expired_lease_ends_the_handoff_on_both_sides():
         await until(lambda: owner.ended == {"t": ["expired"]})
 
 
-async def test_renewals_hold_the_lease_for_as_long_as_prefill_computes():
-    async with owner_process(4096, lease_s=0.5) as owner, Decode(4096, lease_s=0.5) as decode:
+async def test_renewals_hold_the_lease_for_as_long_as_prefill_computes(kind):
+    async with (
+        owner_process(kind, 4096, lease_s=0.5) as owner,
+        Decode(kind, 4096, lease_s=0.5) as decode,
+    ):
         key = decode.key(owner, "t")
         await owner.offer(key, decode.me, [[5], []])
         pulling = asyncio.create_task(decode.incoming(owner, key, [0, 1]).pull())
@@ -316,13 +351,14 @@ async def test_renewals_hold_the_lease_for_as_long_as_prefill_computes():
 @pytest.mark.parametrize(
     ("damage", "error"), [(Damage.FLIP, CorruptTransferError), (Damage.CUT, PeerLostError)]
 )
-async def test_a_wrong_digest_and_a_truncated_frame_fail_the_handoff(damage, error):
+async def test_a_wrong_digest_and_a_truncated_frame_fail_the_handoff(kind, damage, error):
     size = 256 * 1024
-    async with owner_process(size) as owner, Decode(size) as decode:
-        target = owner.info.endpoint("tcp")
-        async with tcp_proxy(target, damage, [3 * size + 1000]) as (address, _):
+    async with owner_process(kind, size) as owner, Decode(kind, size) as decode:
+        target = owner.info.endpoint(kind.name)
+        in_a_block = 700 if kind is SHM else 3 * size + 1000
+        async with stream_proxy(kind, target, damage, [in_a_block]) as (address, _):
             direct = owner.info
-            owner.info = replace(direct, endpoints=(("tcp", address),))
+            owner.info = replace(direct, endpoints=((kind.name, address),))
             key = decode.key(owner, "t")
             await owner.offer(key, decode.me, [list(range(8))])
             transfer = decode.incoming(owner, key, range(8))
@@ -335,19 +371,22 @@ async def test_a_wrong_digest_and_a_truncated_frame_fail_the_handoff(damage, err
         await shuffled_handoff(owner, decode, "u", seed=4)
 
 
-async def test_a_restarted_owner_at_the_old_address_refuses_the_old_grant():
-    async with owner_process(4096) as owner, Decode(4096) as decode:
+async def test_a_restarted_owner_at_the_old_address_refuses_the_old_grant(kind):
+    async with owner_process(kind, 4096) as owner, Decode(kind, 4096) as decode:
         old = decode.key(owner, "t")
-        async with owner_process(4096, name="restarted") as restarted:
+        async with owner_process(kind, 4096, name="restarted") as restarted:
             owner.info = replace(owner.info, endpoints=restarted.info.endpoints)
             with pytest.raises(LinkRefusedError, match=r"p-1.*restarted-1"):
                 await decode.incoming(owner, old, [0]).pull()
 
 
-async def test_fifty_transfers_with_random_cancels_leave_nothing_behind():
+async def test_fifty_transfers_with_random_cancels_leave_nothing_behind(kind):
     size, count = 64 * 1024, 16
     rng = random.Random(20)
-    async with owner_process(size) as owner, Decode(size, num_blocks=50 * count) as decode:
+    async with (
+        owner_process(kind, size) as owner,
+        Decode(kind, size, num_blocks=50 * count) as decode,
+    ):
         await shuffled_handoff(owner, decode, "warm", seed=5)
         await until(lambda: "warm" in owner.ended)
         before = await owner.ask("stats")

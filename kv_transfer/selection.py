@@ -1,0 +1,86 @@
+"""Which transport a link uses, and why: one rule, asked by the worker that pulls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kv_transfer.handoff import PeerInfo
+from kv_transfer.transport import LinkRefusedError
+
+__all__ = ["Choice", "LinkReason", "Offer", "choose"]
+
+
+class LinkReason(Enum):
+    """Why a link uses the transport that it uses."""
+
+    ONLY_ONE = "only_one"
+    """The settings leave no choice."""
+    SAME_HOST = "same_host"
+    """The best there is, and both workers are where it reaches."""
+    OTHER_HOST = "other_host"
+    """A better one does not reach from one worker's host to the other's."""
+    UNKNOWN_HOST = "unknown_host"
+    """A better one needs one host, and a worker cannot tell on which it is."""
+    NOT_OFFERED = "not_offered"
+    """A better one is not offered by the peer: its memory cannot be shared."""
+    BEST = "best"
+    """The best there is; it reaches everywhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A transport that this worker could use."""
+
+    name: str
+    cross_host: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The transport of one link."""
+
+    transport: str
+    reason: LinkReason
+
+
+def choose(offers: Sequence[Offer], me: PeerInfo, peer: PeerInfo) -> Choice:
+    """The first of `offers`, best first, that the peer has too and that reaches it.
+
+    Raises `LinkRefusedError` if there is none; it names both hosts where they are the obstacle.
+    """
+    obstacles: list[LinkReason] = []
+    for offer in offers:
+        obstacle = _obstacle(offer, me, peer)
+        if obstacle is None:
+            return Choice(transport=offer.name, reason=_reason(offers, offer, obstacles))
+        obstacles.append(obstacle)
+    names = [offer.name for offer in offers]
+    if not {LinkReason.OTHER_HOST, LinkReason.UNKNOWN_HOST}.isdisjoint(obstacles):
+        raise LinkRefusedError(
+            f"transport {' or '.join(names)} needs one host: {peer.worker_id} is on "
+            f"{peer.host or 'an unknown one'}, {me.worker_id} on {me.host or 'an unknown one'}"
+        )
+    raise LinkRefusedError(
+        f"no common transport: {peer.worker_id} offers {sorted(dict(peer.endpoints))}, "
+        f"{me.worker_id} has {names}"
+    )
+
+
+def _obstacle(offer: Offer, me: PeerInfo, peer: PeerInfo) -> LinkReason | None:
+    if peer.endpoint(offer.name) is None:
+        return LinkReason.NOT_OFFERED
+    if offer.cross_host:
+        return None
+    if not me.host or not peer.host:
+        return LinkReason.UNKNOWN_HOST
+    return None if me.host == peer.host else LinkReason.OTHER_HOST
+
+
+def _reason(offers: Sequence[Offer], chosen: Offer, obstacles: Sequence[LinkReason]) -> LinkReason:
+    if len(offers) == 1:
+        return LinkReason.ONLY_ONE
+    if obstacles:
+        return obstacles[0]
+    return LinkReason.BEST if chosen.cross_host else LinkReason.SAME_HOST

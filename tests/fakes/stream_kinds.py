@@ -1,0 +1,58 @@
+"""The transports that talk in frames over a stream socket, as tests need them: one entry each."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kv_transfer.transports.shm import ShmTransport
+from kv_transfer.transports.stream_server import StreamTimings
+from kv_transfer.transports.tcp import TcpTransport
+from kv_transfer.transports.wire import FrameType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamKind:
+    """How to make one, and how to get between its two ends."""
+
+    name: str
+    transport: Callable[..., TcpTransport | ShmTransport]
+    """Takes `timings`."""
+    block_frame: FrameType
+    """What a block is announced by."""
+
+    def connect(self, address: str) -> socket.socket:
+        """A connection to a server, blocking."""
+        if self.name == "shm":
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.connect("\0" + address.removeprefix("@"))
+            return connection
+        host, _, port = address.rpartition(":")
+        return socket.create_connection((host, int(port)))
+
+    def listen(self) -> tuple[socket.socket, str]:
+        """A listening socket and its address, as a server would give it."""
+        if self.name == "shm":
+            address = f"@baton-test-{secrets.token_hex(8)}"
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind("\0" + address.removeprefix("@"))
+            listener.listen(256)
+            return listener, address
+        listener = socket.create_server(("127.0.0.1", 0))
+        host, port = listener.getsockname()
+        return listener, f"{host}:{port}"
+
+    async def open(self, address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to a server as streams."""
+        return await asyncio.open_connection(sock=self.connect(address))
+
+
+TCP = StreamKind(name="tcp", transport=TcpTransport, block_frame=FrameType.DATA)
+SHM = StreamKind(name="shm", transport=ShmTransport, block_frame=FrameType.LOCATED)
+STREAM_KINDS = (TCP, SHM)
+
+QUICK = StreamTimings(connect_s=1.0, silence_s=0.4, keep_alive_s=0.05)
+"""For tests in which somebody falls silent."""

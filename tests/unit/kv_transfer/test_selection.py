@@ -1,0 +1,55 @@
+"""Which transport a link gets, and why."""
+
+import dataclasses
+
+import pytest
+
+from kv_transfer.selection import LinkReason, Offer, choose
+from kv_transfer.transport import LinkRefusedError
+from tests.fakes.block_memory import peer_info
+
+SHM = Offer(name="shm", cross_host=False)
+TCP = Offer(name="tcp", cross_host=True)
+
+
+def worker(name, host="here", transports=("shm", "tcp")):
+    info = peer_info(name, f"{name}-1", bytes_per_block=8, host=host)
+    endpoints = tuple((transport, f"{name}:{transport}") for transport in transports)
+    return dataclasses.replace(info, endpoints=endpoints)
+
+
+@pytest.mark.parametrize(
+    ("offers", "peer", "transport", "reason"),
+    [
+        ([SHM, TCP], worker("p"), "shm", LinkReason.SAME_HOST),
+        ([SHM, TCP], worker("p", host="there"), "tcp", LinkReason.OTHER_HOST),
+        ([SHM, TCP], worker("p", host=""), "tcp", LinkReason.UNKNOWN_HOST),
+        ([SHM, TCP], worker("p", transports=["tcp"]), "tcp", LinkReason.NOT_OFFERED),
+        ([TCP, SHM], worker("p"), "tcp", LinkReason.BEST),
+        ([TCP, SHM], worker("p", transports=["shm"]), "shm", LinkReason.NOT_OFFERED),
+        ([SHM], worker("p"), "shm", LinkReason.ONLY_ONE),
+        ([TCP], worker("p"), "tcp", LinkReason.ONLY_ONE),
+    ],
+)
+def test_the_best_transport_that_reaches_is_chosen(offers, peer, transport, reason):
+    choice = choose(offers, worker("d"), peer)
+    assert (choice.transport, choice.reason) == (transport, reason)
+
+
+def test_two_hosts_that_nobody_knows_are_not_one():
+    choice = choose([SHM, TCP], worker("d", host=""), worker("p", host=""))
+    assert (choice.transport, choice.reason) == ("tcp", LinkReason.UNKNOWN_HOST)
+
+
+def test_shared_memory_between_two_hosts_is_refused_with_both():
+    with pytest.raises(LinkRefusedError, match="shm needs one host: p is on there, d on here"):
+        choose([SHM], worker("d"), worker("p", host="there"))
+    with pytest.raises(LinkRefusedError, match="p is on an unknown one, d on here"):
+        choose([SHM], worker("d"), worker("p", host=""))
+    with pytest.raises(LinkRefusedError, match="p is on there, d on an unknown one"):
+        choose([SHM], worker("d", host=""), worker("p", host="there"))
+
+
+def test_no_transport_in_common_is_refused_with_both_lists():
+    with pytest.raises(LinkRefusedError, match=r"p offers \['tcp'\], d has \['shm'\]"):
+        choose([SHM], worker("d"), worker("p", transports=["tcp"]))
