@@ -105,17 +105,19 @@ class ByteModelRunner(FakeModelRunner):
 
 def fake_model(num_blocks: int) -> tuple[ByteModelRunner, ByteMemory]:
     """The default `ModelFactory`; every byte is garbage until it is written."""
-    memory = ByteMemory(num_blocks, FAKE_LAYOUT.bytes_per_block)
+    memory = ByteMemory(num_blocks, FAKE_LAYOUT.bytes_per_block, shared=True)
     memory.fill(_SEED_OF_GARBAGE)
     return ByteModelRunner(memory), memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RigConfig:
-    """Sizes of every worker of a rig."""
+    """Sizes of the workers of a rig."""
 
     layout: KVLayout = FAKE_LAYOUT
     num_blocks: int = 32
+    """Of a decode worker, and of a prefill worker unless that has a size of its own."""
+    prefill_blocks: int | None = None
     max_model_len: int = 64
     max_sequences: int = 8
     step_tokens: int = 16
@@ -180,22 +182,29 @@ class DecodeEnd:
 class Rig:
     """The workers, started, and what tests look at; `decode` is the first of its kind."""
 
-    def __init__(self, config: RigConfig, model: ModelFactory, transport: WatchedTransport) -> None:
+    def __init__(
+        self,
+        config: RigConfig,
+        model: ModelFactory,
+        transport: WatchedTransport,
+        another: Callable[[], Transport],
+    ) -> None:
         self.config = config
         self.clock = FakeClock()
         self.transport = transport
         self.generation_shift = 0
         """Added to what the senders see: a pool that lost count."""
         self.prefill_sides = [
-            self._side(f"prefill-{i}", model, watch=None) for i in range(config.num_prefill)
+            self._side(
+                f"prefill-{i}", model, config.prefill_blocks or config.num_blocks, watch=None
+            )
+            for i in range(config.num_prefill)
         ]
         self.prefill_workers = [self._prefill_worker(side) for side in self.prefill_sides]
         self.prefill = PrefillPoolFake(self.prefill_workers)
         self.decode_ends = [
             # One pool's blocks are not another's: each is watched by itself.
-            self._decode_end(
-                f"decode-{i}", model, WatchedTransport(transport.base) if i else transport
-            )
+            self._decode_end(f"decode-{i}", model, WatchedTransport(another()) if i else transport)
             for i in range(config.num_decode)
         ]
         first = self.decode_ends[0]
@@ -275,7 +284,7 @@ class Rig:
     def _decode_end(
         self, worker_id: str, model: ModelFactory, transport: WatchedTransport
     ) -> DecodeEnd:
-        side = self._side(worker_id, model, watch=transport)
+        side = self._side(worker_id, model, self.config.num_blocks, watch=transport)
         receiver = KVReceiver(
             memory=side.memory,
             me=side.info,
@@ -298,11 +307,18 @@ class Rig:
             clock=self.clock,
         )
 
-    def _side(self, worker_id: str, model: ModelFactory, *, watch: WatchedTransport | None) -> Side:
+    def _side(
+        self,
+        worker_id: str,
+        model: ModelFactory,
+        num_blocks: int,
+        *,
+        watch: WatchedTransport | None,
+    ) -> Side:
         config = self.config
-        runner, memory = model(config.num_blocks)
+        runner, memory = model(num_blocks)
         pool = WatchedPool(
-            num_blocks=config.num_blocks,
+            num_blocks=num_blocks,
             block_size=config.layout.block_size,
             max_model_len=config.max_model_len,
             transport=watch,
@@ -333,7 +349,7 @@ class Rig:
                 bytes_per_block=config.layout.bytes_per_block,
                 block_size=config.layout.block_size,
                 max_model_len=config.max_model_len,
-                pool_tokens=config.num_blocks * config.layout.block_size,
+                pool_tokens=num_blocks * config.layout.block_size,
                 host="here",
             ),
         )
@@ -361,11 +377,17 @@ async def worker_rig(
     *,
     model: ModelFactory = fake_model,
     transport: Transport | None = None,
+    another: Callable[[], Transport] | None = None,
     faults_of: Callable[[int], Sequence[Fault]] | None = None,
 ) -> AsyncIterator[Rig]:
-    """Started workers over a transport, tcp by default; stopped and checked at the end."""
-    watched = WatchedTransport(transport or TcpTransport(), faults_of)
-    rig = Rig(config or RigConfig(), model, watched)
+    """Started workers over a transport, tcp by default; stopped and checked at the end.
+
+    `another` makes the transports of the second decode worker and those after it, where one may
+    not serve several.
+    """
+    base = transport or TcpTransport()
+    watched = WatchedTransport(base, faults_of)
+    rig = Rig(config or RigConfig(), model, watched, another or (lambda: base))
     await rig.start()
     try:
         yield rig
@@ -378,12 +400,18 @@ class Client:
     """Reads one request's events, as Front does, and can leave."""
 
     def __init__(
-        self, rig: Rig, request: GenerateRequest, *, patience_s: float = PATIENCE_S
+        self,
+        rig: Rig,
+        request: GenerateRequest,
+        *,
+        decode: int = 0,
+        patience_s: float = PATIENCE_S,
     ) -> None:
+        """Ask the decode worker of this number."""
         self.events: list[GenerateEvent] = []
         self._patience_s = patience_s
         self._grew = asyncio.Event()
-        self.task = asyncio.create_task(self._read(rig.decode, request))
+        self.task = asyncio.create_task(self._read(rig.decode_ends[decode].worker, request))
 
     @property
     def token_ids(self) -> list[int]:

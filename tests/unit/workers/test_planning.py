@@ -24,6 +24,7 @@ from workers.planning import (
     Outcome,
     check_link,
     check_pool_window,
+    check_transport,
     check_window,
     enforce,
     format_bytes,
@@ -269,6 +270,33 @@ def test_more_threads_than_cores_is_a_warning() -> None:
     assert check.outcome is Outcome.WARNS
     assert "4 threads on 2 cores" in check.sentence
     assert deployment.ok
+
+
+@pytest.mark.parametrize(
+    ("wanted", "shares_memory", "outcome", "says"),
+    [
+        ("auto", True, Outcome.HOLDS, "over shm: the workers share this host's memory; between"),
+        ("auto", False, Outcome.HOLDS, "over tcp: this host lets no process share memory"),
+        ("tcp", True, Outcome.HOLDS, "over tcp: transfer.transport says so"),
+        ("shm", True, Outcome.HOLDS, "over shm: the workers share this host's memory."),
+        ("shm", False, Outcome.FAILS, "transfer.transport is shm, but this host"),
+    ],
+)
+def test_the_plan_says_what_kv_moves_over_and_why(
+    wanted: str, shares_memory: bool, outcome: Outcome, says: str
+) -> None:
+    check = check_transport(wanted, shares_memory)
+
+    assert check.outcome is outcome
+    assert says in check.sentence
+
+
+def test_only_a_deployment_with_links_has_a_transport() -> None:
+    split = plan(settings_of(), FACTS, cores=2, shares_memory=True)
+    colocated = plan(settings_of(is_split=False), FACTS, cores=2, shares_memory=True)
+
+    assert len(checks_of(split, "TRANSPORT")) == 1
+    assert checks_of(colocated, "TRANSPORT") == []
 
 
 def test_worker_plan_carries_the_engines_limits() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kv_transfer.geometry import BlockId, KVLayout
+from kv_transfer.shared_memory import SharedMapping, SharedRegion
 from workers.engine.kv_cache import KVCache, torch_dtype
 
 
@@ -155,3 +156,26 @@ def test_an_unknown_dtype_is_refused_by_name():
 def test_a_cache_without_blocks_is_refused(layout):
     with pytest.raises(ValueError, match="at least one block"):
         KVCache(layout, 0)
+
+
+def test_blocks_in_a_region_are_what_another_process_reads(layout):
+    region = SharedRegion(5 * layout.bytes_per_block)
+    kv_cache = KVCache(layout, 5, region=region)
+    mapping = SharedMapping(region.descriptor)
+
+    kv_cache.layer(1)[0][3] = 1.5
+
+    start = 3 * layout.bytes_per_block
+    assert mapping.view(start, layout.bytes_per_block) == kv_cache.block(BlockId(3))
+    assert np.frombuffer(mapping.view(start, layout.bytes_per_block), np.float32).max() == 1.5
+    assert kv_cache.region is region
+    mapping.close()
+    region.close()
+
+
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_a_region_of_another_size_is_refused(layout, extra):
+    region = SharedRegion((5 + extra) * layout.bytes_per_block)
+    with pytest.raises(ValueError, match=f"{5 * layout.bytes_per_block} bytes of KV on cpu"):
+        KVCache(layout, 5, region=region)
+    region.close()

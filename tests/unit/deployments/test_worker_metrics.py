@@ -1,0 +1,44 @@
+"""What `/metrics` shows of workers that have handed a prompt over."""
+
+from __future__ import annotations
+
+import pytest
+
+from deployments.worker_metrics import decode_samples, prefill_samples
+from kv_transfer.transports.shm import ShmTransport
+from kv_transfer.transports.tcp import TcpTransport
+from tests.fakes.worker_rig import FAKE_LAYOUT, Client, generate_request, worker_rig
+from workers.engine.sampling_params import SamplingParams
+
+PROMPT = range(100, 110)
+
+
+def values(samples, name):
+    return {
+        tuple(sorted(dict(item.labels).items())): item.value
+        for item in samples
+        if item.name == name
+    }
+
+
+@pytest.mark.parametrize("transport", [TcpTransport, ShmTransport])
+async def test_each_link_shows_its_transport_and_why(transport):
+    async with worker_rig(transport=transport()) as rig:
+        before = decode_samples(rig.decode)
+        request = generate_request(PROMPT, SamplingParams(max_tokens=2))
+        await Client(rig, request).finished()
+        await rig.settled()
+        decode, prefill = decode_samples(rig.decode), prefill_samples(rig.prefill_workers[0])
+
+    name = transport.name
+    link = (("peer", "prefill-0"), ("reason", "only_one"), ("transport", name))
+    assert values(before, "baton_link_info") == {}
+    assert values(decode, "baton_link_info") == {link: 1}
+    size = 3 * FAKE_LAYOUT.bytes_per_block
+    for samples, direction, count in (
+        (before, "received", 0),
+        (decode, "received", size),
+        (prefill, "sent", size),
+    ):
+        labels = (("direction", direction), ("transport", name))
+        assert values(samples, "baton_transfer_bytes_total") == {labels: count}
