@@ -61,9 +61,11 @@ def test_a_long_prompt_is_computed_on_prefill_and_its_blocks_move(
     num_blocks = -(-LONG // BLOCK_TOKENS)
     for direction in ("sent", "received"):
         assert delta("baton_transfer_blocks_total", direction=direction) == num_blocks
-        assert delta("baton_transfer_bytes_total", direction=direction) == (
+        assert delta("baton_transfer_bytes_total", direction=direction, transport="shm") == (
             num_blocks * BYTES_PER_BLOCK
         )
+    link = {"peer": "prefill-0", "transport": "shm", "reason": "same_host"}
+    assert after.value("baton_link_info", role="decode", **link) == 1
     assert delta("baton_digests_checked_total") == num_blocks
     assert delta("baton_transfers_total", outcome="landed") == 1
     assert delta("baton_transfers_total") == 1
