@@ -1,10 +1,11 @@
-"""The tcp transport beside a plain socket copy, between two processes, in one run.
+"""The transports beside a plain socket copy and a memory copy, between two processes, in one run.
 
     python tests/bench/bench_transport.py
 
-For each block size: GB/s of a transfer of many blocks and of the same bytes by sendall/recv_into
-over one blocking connection, and the time from asking for one block to having it against one
-plain request and answer. Rounds alternate, so that a busy machine is busy for both.
+For each block size and transport: GB/s of a transfer of many blocks, of the same bytes by
+sendall/recv_into over one blocking connection, and of the same copied within this process; and the
+time from asking for one block to having it against one plain request and answer. Rounds alternate,
+so that a busy machine is busy for all.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from kv_transfer.geometry import BlockId, LogicalBlock
 from kv_transfer.handoff import FirstToken, GrantedBlock, PeerInfo, TransferKey
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
+from kv_transfer.transport import Transport
+from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.tcp import TcpTransport
 from tests.fakes.block_memory import ByteMemory, peer_info, transfer_key
 
@@ -65,19 +68,19 @@ def serve_plain(listener: socket.socket, memory: ByteMemory) -> None:
 
 async def serve(size_kib: int) -> None:
     """The owner's process: one transfer per line on standard input, `id count`."""
-    memory = ByteMemory(geometry(size_kib)[1], geometry(size_kib)[0])
+    memory = ByteMemory(geometry(size_kib)[1], geometry(size_kib)[0], shared=True)
     memory.fill(1)
     sender = KVSender(
         memory=memory,
         me=info("p", size_kib),
         generation_of=memory.generation_of,
-        transports=[TcpTransport()],
+        transports=[TcpTransport(), ShmTransport()],
         on_end=lambda _key, _reason: None,
     )
     listener = socket.create_server(("127.0.0.1", 0))
     plain = asyncio.create_task(asyncio.to_thread(serve_plain, listener, memory))
     peer = await sender.start()
-    print(peer.endpoint("tcp"), listener.getsockname()[1], flush=True)
+    print(*(address for _, address in peer.endpoints), listener.getsockname()[1], flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         transfer_id, count = line.split()
         key = transfer_key(transfer_id)
@@ -103,8 +106,8 @@ class Peer:
             stdout=subprocess.PIPE,
             text=True,
         )
-        address, port = self._line().split()
-        self.info = replace(info("p", size_kib), endpoints=(("tcp", address),))
+        tcp, shm, port = self._line().split()
+        self.info = replace(info("p", size_kib), endpoints=(("tcp", tcp), ("shm", shm)))
         self.plain = socket.create_connection(("127.0.0.1", int(port)))
         self.plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.opened = 0
@@ -140,7 +143,7 @@ def plain_copy(peer: Peer, memory: ByteMemory, count: int) -> float:
 
 
 async def session_fetches(
-    transport: TcpTransport, peer: Peer, memory: ByteMemory, count: int, each: int
+    transport: Transport, peer: Peer, memory: ByteMemory, count: int, each: int
 ) -> list[float]:
     """Seconds per fetch of `each` blocks, on one session whose grant covers `count`."""
     key = peer.open(count)
@@ -164,27 +167,56 @@ def summary(seconds: list[float], unit: Callable[[float], float]) -> str:
     return f"{statistics.median(values):8.2f} [{values[0]:.2f} .. {values[-1]:.2f}]"
 
 
+def memory_copy(source: ByteMemory, memory: ByteMemory, count: int) -> float:
+    """Seconds for `count` blocks from one part of this process's memory to another."""
+    started = time.perf_counter()
+    for i in range(count):
+        memory.block(BlockId(i))[:] = source.block(BlockId(i))
+    return time.perf_counter() - started
+
+
+class Measurement:
+    """One transport's times at one block size."""
+
+    def __init__(self, make: Callable[[], Transport], memory: ByteMemory, size_kib: int) -> None:
+        self.transport = make()
+        self.memory = memory
+        # What a transport keeps of its peers belongs to one thread: the receiver has its own.
+        self.receiver = KVReceiver(memory=memory, me=info("d", size_kib), transports=[make()])
+        self.fetch: list[float] = []
+        self.whole: list[float] = []
+        self.one: list[float] = []
+
+    async def round(self, peer: Peer, count: int) -> None:
+        """One transfer on a session of its own, one whole hand-off, and some single blocks."""
+        self.fetch += await session_fetches(self.transport, peer, self.memory, count, count)
+        places = [BlockId(i) for i in range(count)]
+        transfer = self.receiver.transfer(peer.info, peer.open(count), places, count, 60.0)
+        self.whole.append((await transfer.pull()).fetch_s)
+        self.one += await session_fetches(self.transport, peer, self.memory, 20, 1)
+
+
 async def measure(size_kib: int, rounds: int) -> None:
     """Print one block size's comparison."""
     size, count = geometry(size_kib)
-    memory, peer, transport = ByteMemory(count, size), Peer(size_kib), TcpTransport()
-    memory.fill(2)
-    receiver = KVReceiver(memory=memory, me=info("d", size_kib), transports=[transport])
-    await receiver.start()
-    places = [BlockId(i) for i in range(count)]
-    plain, ours, whole, one_plain, one_ours = [], [], [], [], []
+    # Both begin at a page, as the arenas of workers do: copies between odd addresses are slower.
+    memory, source = (ByteMemory(count, size, shared=True) for _ in range(2))
+    source.fill(2)
+    peer = Peer(size_kib)
+    measured = [Measurement(make, memory, size_kib) for make in (TcpTransport, ShmTransport)]
+    for measurement in measured:
+        await measurement.receiver.start()
+    plain, copied, one_plain = [], [], []
     for _ in range(rounds):
         plain.append(plain_copy(peer, memory, count))
-        ours += await session_fetches(transport, peer, memory, count, count)
-        transfer = receiver.transfer(peer.info, peer.open(count), places, count, 60.0)
-        whole.append((await transfer.pull()).fetch_s)
+        copied.append(memory_copy(source, memory, count))
+        for measurement in measured:
+            await measurement.round(peer, count)
         one_plain += [plain_copy(peer, memory, 1) for _ in range(20)]
-        one_ours += await session_fetches(transport, peer, memory, 20, 1)
-    await receiver.close()
+    for measurement in measured:
+        await measurement.receiver.close()
+        await measurement.transport.close()
     peer.close()
-    ratio = statistics.median(plain) / statistics.median(ours)
-    whole_ratio = statistics.median(plain) / statistics.median(whole)
-    slower = statistics.median(one_ours) / statistics.median(one_plain)
 
     def speed(seconds: float) -> float:
         return count * size / seconds / 1e9
@@ -192,20 +224,22 @@ async def measure(size_kib: int, rounds: int) -> None:
     def micros(seconds: float) -> float:
         return seconds * 1e6
 
-    print(f"{size_kib} KiB x {count}, n={rounds}")
-    print(
-        f"  GB/s    plain {summary(plain, speed)}   fetch {summary(ours, speed)}"
-        f"   ratio {ratio:.2f}"
-    )
-    print(
-        f"  GB/s    whole hand-off (connect, grants, confirm) {summary(whole, speed)}"
-        f"   ratio {whole_ratio:.2f}"
-    )
-    print(
-        f"  us/one  plain {summary(one_plain, micros)}   fetch {summary(one_ours, micros)}"
-        f"   ratio {slower:.2f}",
-        flush=True,
-    )
+    def ratio(some: list[float], others: list[float]) -> str:
+        return f"{statistics.median(some) / statistics.median(others):.2f}"
+
+    print(f"{size_kib} KiB x {count}, n={rounds}; GB/s, then microseconds for one block")
+    print(f"  plain socket {summary(plain, speed)}   one {summary(one_plain, micros)}")
+    print(f"  memory copy  {summary(copied, speed)}")
+    for measurement in measured:
+        print(
+            f"  {measurement.transport.name}: fetch {summary(measurement.fetch, speed)}"
+            f" = {ratio(plain, measurement.fetch)} of plain,"
+            f" {ratio(copied, measurement.fetch)} of a copy;"
+            f" whole hand-off {summary(measurement.whole, speed)};"
+            f" one {summary(measurement.one, micros)}"
+            f" = {ratio(measurement.one, one_plain)} of plain",
+            flush=True,
+        )
 
 
 def main() -> None:
