@@ -30,6 +30,7 @@ from workers.host import has_bf16_cpu
 from workers.models.facts import read_facts
 from workers.models.generation_config import read_eos_token_ids, read_generation_defaults
 from workers.models.store import ModelStore, default_cache_dir
+from workers.runner_choice import choose_runner
 
 _SNAPSHOT_TIMEOUT_S = 2.0
 _TOKENIZER_THREADS = 2
@@ -103,10 +104,11 @@ def _served_model(settings: Settings) -> ServedModel:
     facts = read_facts(path, settings.model, has_bf16_cpu=has_bf16_cpu())
     defaults = read_generation_defaults(path)
     executor = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+    window = settings.model.max_model_len or facts.context_length
     return ServedModel(
         card=ModelCard(
             name=settings.model.served_name,
-            window=settings.model.max_model_len or facts.context_length,
+            window=window,
             vocab_size=facts.vocab_size,
             eos_token_ids=frozenset(read_eos_token_ids(path)),
             default_max_tokens=settings.limits.default_max_tokens,
@@ -114,6 +116,7 @@ def _served_model(settings: Settings) -> ServedModel:
                 temperature=defaults.temperature, top_p=defaults.top_p, top_k=defaults.top_k
             ),
             created=int(time.time()),
+            runner=choose_runner(facts.architecture, window=window),
         ),
         codec=TextTokenizer.from_directory(path, executor),
         chat=ChatEncoder.from_directory(path),

@@ -17,6 +17,7 @@ from configs.schema import EngineSettings, ModelSettings, Settings
 from kv_transfer.geometry import KVLayout
 from kv_transfer.handoff import PeerInfo
 from workers.errors import PoolTooSmallError, WorkerError
+from workers.runner_choice import Architecture, RunnerChoice, choose_runner
 
 __all__ = [
     "INV_POOL_WINDOW",
@@ -28,6 +29,7 @@ __all__ = [
     "WorkerPlan",
     "check_link",
     "check_pool_window",
+    "check_runner",
     "check_transport",
     "check_window",
     "enforce",
@@ -85,6 +87,7 @@ class ModelFacts:
     """Of the KV cache, in torch's spelling: "float32" or "bfloat16"."""
     element_bytes: int
     vocab_size: int
+    architecture: Architecture
     weight_bytes: int | None = None
     """Of one worker's copy in that dtype; None where it is not known."""
 
@@ -114,6 +117,8 @@ class DeploymentPlan:
     layout: KVLayout
     window: int
     """max_model_len: tokens of a request at most, prompt and output together."""
+    runner: RunnerChoice
+    """By the configuration; a worker's checks at load have the last word."""
     workers: tuple[WorkerPlan, ...]
     """One plan for each role there is, decode first."""
     checks: tuple[Check, ...]
@@ -166,11 +171,13 @@ def plan(
     """
     layout = _layout(facts, block_size=settings.kv.block_size)
     window = settings.model.max_model_len or facts.context_length
+    runner = choose_runner(facts.architecture, window=window)
     pools = _pools(settings)
     num_workers = sum(pool.replicas for pool in pools)
     sizer = _Sizer(layout=layout, window=window, threads=max(1, cores // num_workers))
     workers = tuple(sizer.worker(pool) for pool in pools)
     checks = [
+        check_runner(facts.architecture.model_type, runner),
         check_window(window=window, context_length=facts.context_length),
         # What was asked for counts, not the whole blocks that it was rounded up to: 8191 tokens are
         # below a window of 8192 even if the last block has room for one more.
@@ -185,7 +192,9 @@ def plan(
         _check_memory(workers, facts.weight_bytes, available_bytes),
         _check_cores(workers, cores),
     ]
-    return DeploymentPlan(layout=layout, window=window, workers=workers, checks=tuple(checks))
+    return DeploymentPlan(
+        layout=layout, window=window, runner=runner, workers=workers, checks=tuple(checks)
+    )
 
 
 def enforce(checks: Iterable[Check]) -> None:
@@ -197,6 +206,15 @@ def enforce(checks: Iterable[Check]) -> None:
         if not check.ok:
             error = PoolTooSmallError if check.id == INV_POOL_WINDOW else WorkerError
             raise error(f"{check.id}: {check.sentence}")
+
+
+def check_runner(model_type: str, runner: RunnerChoice) -> Check:
+    """The model is of a kind that can be run, as far as its configuration shows."""
+    if runner.tier == "refused":
+        sentence = f"A model of type {model_type} cannot be served: {runner.reason}."
+        return Check(id="RUNNER", outcome=Outcome.FAILS, sentence=sentence)
+    sentence = f"The model is run as {runner.tier}: {runner.reason}."
+    return Check(id="RUNNER", outcome=Outcome.HOLDS, sentence=sentence)
 
 
 def check_window(*, window: int, context_length: int) -> Check:

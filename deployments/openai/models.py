@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from workers.runner_choice import RunnerChoice
+
 __all__ = ["ModelCard", "SamplingDefaults", "model_list", "model_object"]
 
 
@@ -29,6 +31,8 @@ class ModelCard:
     """Token ids of prompts are in [0, vocab_size)."""
     eos_token_ids: frozenset[int]
     """All ids that end an answer: the tokenizer's and the generation config's."""
+    runner: RunnerChoice
+    """How it is run, by its configuration; the metric `baton_runner` has the last word."""
     default_max_tokens: int = 1024
     """Output tokens where the client names no maximum, if the window has the room."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -44,6 +48,7 @@ def model_object(card: ModelCard) -> dict[str, Any]:
         "created": card.created,
         "owned_by": "baton",
         "max_model_len": card.window,
+        "baton": {"runner": card.runner.tier, "runner_reason": card.runner.reason},
     }
 
 

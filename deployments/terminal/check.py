@@ -64,6 +64,7 @@ def plan_as_json(settings: Settings, deployment: DeploymentPlan) -> dict[str, An
         "ok": deployment.ok,
         "model": {"source": settings.model.source, "name": settings.model.served_name},
         "window": deployment.window,
+        "runner": asdict(deployment.runner),
         "kv": {
             "dtype": layout.dtype,
             "block_size": layout.block_size,

@@ -23,6 +23,7 @@ from router.policy import Decision
 from tests.fakes.backend import FakeBackend, Step
 from tests.fakes.tokenizer import byte_level_tokenizer
 from workers.messages import GenerateRequest
+from workers.runner_choice import RunnerChoice
 
 __all__ = [
     "EOS",
@@ -98,6 +99,7 @@ def make_front(
         "window": WINDOW,
         "vocab_size": codec.vocab_size,
         "eos_token_ids": frozenset({EOS}),
+        "runner": RunnerChoice(tier="stock", reason="it is a fake"),
         "default_max_tokens": 24,
     }
     model = ServedModel(

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kv_transfer.geometry import KVLayout
+from workers.models.loading import kv_shape
 
 WINDOW = 8
 """Sliding window of the families that have one, in tokens; a few prompts long."""
@@ -29,6 +30,22 @@ _COMMON: Mapping[str, Any] = {
 }
 _GROUPED = {"num_key_value_heads": 2}
 _GPT2_NAMES = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": MAX_MODEL_LEN}
+
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+_SPARSE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+_OUTSIDE = "does not go through transformers' interface"
+_NO_POSITIONS = "takes no position_ids"
+_NOT_ONCE = "each of its 3 layers should attend once"
 
 SERVED: Mapping[str, Mapping[str, Any]] = {
     "llama": _GROUPED,
@@ -71,6 +88,27 @@ SERVED: Mapping[str, Mapping[str, Any]] = {
     "smollm3": _GROUPED,
     "starcoder2": {**_GROUPED, "sliding_window": WINDOW},
     "stablelm": _GROUPED,
+    "deepseek_v2": {
+        **_LATENT,
+        **_SPARSE,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 24,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+    },
+    "deepseek_v3": {
+        **_LATENT,
+        **_SPARSE,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_group": 2,
+        "topk_group": 1,
+    },
+    "phi": {},
+    "gptj": {**_GPT2_NAMES, "rotary_dim": 8},
+    "olmo3": {**_GROUPED, "sliding_window": WINDOW},
+    "nemotron": _GROUPED,
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "glm4": {**_GROUPED, "head_dim": 16},
     "qwen3_moe": {
@@ -84,21 +122,56 @@ SERVED: Mapping[str, Mapping[str, Any]] = {
 """Families that the packed runner serves."""
 
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
-    "falcon": ({}, "does not go through transformers' interface"),
-    "bloom": (_GPT2_NAMES, "takes no position_ids"),
-    "mamba": ({}, "takes no position_ids"),
+    "falcon": ({}, _OUTSIDE),
+    "bloom": (_GPT2_NAMES, _NO_POSITIONS),
+    "mpt": ({"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 256}, _NO_POSITIONS),
+    "xglm": ({}, _OUTSIDE),
+    "mamba": ({}, _NO_POSITIONS),
+    "rwkv": ({}, _NO_POSITIONS),
+    "jamba": ({**_GROUPED, "mamba_d_state": 8, "num_experts": 2}, _OUTSIDE),
+    "bamba": (
+        {**_GROUPED, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8},
+        _OUTSIDE,
+    ),
+    "granitemoehybrid": (
+        {
+            **_GROUPED,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+        },
+        _NOT_ONCE,
+    ),
+    "qwen3_next": (
+        {
+            **_GROUPED,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+        _NOT_ONCE,
+    ),
+    "minimax": ({**_GROUPED, "num_local_experts": 2}, _NOT_ONCE),
     "mamba2": (
         {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
-        "takes no position_ids",
+        _NO_POSITIONS,
     ),
     "gpt_neo": (
         {"num_layers": 3, "num_heads": 4, "attention_types": [[["global", "local", "global"], 1]]},
-        "does not go through transformers' interface",
+        _OUTSIDE,
     ),
-    "recurrent_gemma": (_GROUPED, "each of its 3 layers should attend once"),
+    "recurrent_gemma": (_GROUPED, _NOT_ONCE),
     "lfm2": (
         {**_GROUPED, "layer_types": ["conv", "full_attention", "conv"]},
-        "each of its 3 layers should attend once",
+        _NOT_ONCE,
     ),
     "llama4_text": (
         {
@@ -110,23 +183,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
         },
         "the mask of layer 0 is not the causal one",
     ),
-    "deepseek_v3": (
-        {
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 24,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "first_k_dense_replace": 1,
-        },
-        "the KV layout",
-    ),
-    "diffllama": (_GROUPED, "each of its 3 layers should attend once"),
+    "diffllama": (_GROUPED, _NOT_ONCE),
     "llama": (
         {
             **_GROUPED,
@@ -150,14 +207,14 @@ def make_model(family: str, changes: Mapping[str, Any], *, seed: int = 0) -> tor
 def layout_of(model: torch.nn.Module, *, block_size: int) -> KVLayout:
     """The layout that a model's KV cache has by its configuration."""
     config: Any = model.config
-    heads = config.num_attention_heads
+    num_kv_heads, head_dim = kv_shape(config)
     dtype = next(model.parameters()).dtype
     return KVLayout(
         model_digest=config.model_type,
         dtype=str(dtype).removeprefix("torch."),
         element_bytes=dtype.itemsize,
         num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         block_size=block_size,
     )

@@ -23,7 +23,6 @@ from workers.engine.attention.torch_cpu import TorchCpuBackend
 from workers.engine.build import build_runner, make_forward
 from workers.engine.kv_cache import KVCache
 from workers.engine.model_runner import RaggedModelRunner
-from workers.engine.runners.choose import LLAMA_SHAPED_TYPES
 from workers.engine.runners.self_check import check_model
 from workers.engine.runners.stock import StockForward
 from workers.engine.sampling_params import SamplingParams
@@ -32,6 +31,7 @@ from workers.errors import UnsupportedModelError
 from workers.models.errors import ModelNotFoundError
 from workers.models.loading import load_model_info, load_tokenizer, load_weights
 from workers.models.store import ModelStore, default_cache_dir
+from workers.runner_choice import LLAMA_SHAPED_TYPES
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 BLOCK_SIZE = 4
@@ -167,6 +167,30 @@ def test_tiny_model_that_cannot_be_packed_is_refused(family):
         check_model(model, layout, max_model_len=MAX_MODEL_LEN)
 
     assert type(model).__name__ in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"new_decoder_architecture": True, "num_kv_heads": 2}, {"alibi": True}], ids=repr
+)
+def test_every_variant_of_falcon_is_refused(changes):
+    model = make_model("falcon", changes)
+
+    with pytest.raises(UnsupportedModelError, match="not go through transformers' interface"):
+        check_model(model, layout_of(model, block_size=BLOCK_SIZE), max_model_len=MAX_MODEL_LEN)
+
+
+def test_chunked_attention_is_right_up_to_its_chunk():
+    changes, _ = REFUSED["llama4_text"]
+    model = make_model("llama4_text", {**changes, "attention_chunk_size": 32})
+    layout = layout_of(model, block_size=BLOCK_SIZE)
+    references = [make_reference(model, prompt, 12) for prompt in make_prompts([3, 19], 256)]
+
+    with pytest.raises(UnsupportedModelError, match="the mask of layer 0 is not the causal one"):
+        check_model(model, layout, max_model_len=33)
+    make = make_forward(model, check_model(model, layout, max_model_len=32), layout)
+
+    runner = RaggedModelRunner(make(TorchCpuBackend(KVCache(layout, 64))), block_size=BLOCK_SIZE)
+    assert_parity(references, drive(runner, references, 64, BLOCK_SIZE, chunk=5))
 
 
 PROMPTS = [

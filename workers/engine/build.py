@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,13 +20,13 @@ from workers.engine.attention.torch_cpu import TorchCpuBackend
 from workers.engine.kv_cache import KVCache, torch_dtype
 from workers.engine.linear import pack_head
 from workers.engine.model_runner import RaggedModelRunner
-from workers.engine.runners.choose import RunnerChoice, choose_runner
 from workers.engine.runners.comparison import compare
 from workers.engine.runners.forward import ForwardPass
 from workers.engine.runners.llama_shaped import LlamaShapedDecoder, LlamaShapedForward
 from workers.engine.runners.self_check import CheckedModel, check_model
 from workers.engine.runners.stock import StockForward
 from workers.models.loading import ModelInfo, load_weights
+from workers.runner_choice import RunnerChoice, runner_of
 
 __all__ = ["build_runner", "make_forward"]
 
@@ -72,7 +73,8 @@ def make_forward(model: torch.nn.Module, checked: CheckedModel, layout: KVLayout
     Says in the log which tier it is, and why. With our own decoder some of the model's matrices
     become one, of which its modules keep views.
     """
-    choice = choose_runner(model.config.model_type)  # type: ignore[union-attr, arg-type]
+    config: Any = model.config
+    choice = runner_of(config.model_type)
     make: ForwardFactory | None = None
     if choice.tier == "llama_shaped":
         try:

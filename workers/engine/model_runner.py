@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from workers.engine.attention.backend import IntArray, StepMetadata, build_metadata
-from workers.engine.runners.choose import RunnerTier
 from workers.engine.runners.forward import ForwardPass
 from workers.engine.sampler import SamplingRow, sample
 from workers.engine.step import SequenceId, StepPlan, StepResult
+from workers.runner_choice import RunnerTier
 
 __all__ = ["RaggedModelRunner"]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from configs.schema import ModelSettings
 from workers.models.errors import ModelAccessError, ModelFormatError, ModelNotFoundError
 from workers.planning import ModelFacts, resolve_dtype
+from workers.runner_choice import architecture_of
 
 if TYPE_CHECKING:
     from workers.models.loading import ModelInfo
@@ -31,6 +32,7 @@ def facts_from_info(info: ModelInfo, model: ModelSettings, *, has_bf16_cpu: bool
         dtype=dtype,
         element_bytes=element_bytes,
         vocab_size=info.vocab_size,
+        architecture=info.architecture_facts,
         weight_bytes=info.num_parameters * element_bytes,
     )
 
@@ -59,6 +61,7 @@ def read_facts(path: Path, model: ModelSettings, *, has_bf16_cpu: bool) -> Model
         dtype=dtype,
         element_bytes=element_bytes,
         vocab_size=sizes["vocab_size"],
+        architecture=architecture_of(config),
         weight_bytes=weights * element_bytes // stored if weights and stored else None,
     )
 
@@ -92,7 +95,10 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _explicit_sizes(config: object) -> dict[str, int] | None:
-    """Every size that planning needs, or None if the configuration does not state them all."""
+    """Every size that planning needs, or None if the configuration does not state them all.
+
+    Latent attention has heads of other sizes than its configuration calls by those names.
+    """
     names = (
         "max_position_embeddings",
         "num_hidden_layers",
@@ -101,6 +107,8 @@ def _explicit_sizes(config: object) -> dict[str, int] | None:
         "vocab_size",
     )
     values = config if isinstance(config, dict) else {}
+    if "kv_lora_rank" in values:
+        return None
     sizes = {name: values.get(name) for name in names}
     stated = {name: size for name, size in sizes.items() if type(size) is int and size > 0}
     return stated if len(stated) == len(names) else None

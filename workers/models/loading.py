@@ -29,11 +29,13 @@ from workers.models.generation_config import (
     read_json,
 )
 from workers.models.store import RECORD_NAME, check_model_directory
+from workers.runner_choice import Architecture, architecture_of
 
 __all__ = [
     "DtypeChoice",
     "GenerationDefaults",
     "ModelInfo",
+    "kv_shape",
     "load_model_info",
     "load_tokenizer",
     "load_weights",
@@ -64,21 +66,23 @@ class ModelInfo:
     generation_defaults: GenerationDefaults
     licence: str | None
     weights_digest: str
+    architecture_facts: Architecture
 
 
 def load_model_info(path: Path) -> ModelInfo:
     """The model's facts, from its configuration and the headers of its weights."""
     _check_directory(path)
-    config = _load_config(path)
+    whole = _load_config(path)
+    config = _text_config(whole, path)
     record = read_json(path / RECORD_NAME)
     tensors = sorted(_read_headers(path), key=lambda tensor: tensor.name)
-    num_attention_heads = config.num_attention_heads
+    num_kv_heads, head_dim = kv_shape(config)
     return ModelInfo(
         architecture=(config.architectures or [config.model_type])[0],
         num_layers=config.num_hidden_layers,
-        num_attention_heads=num_attention_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_attention_heads,
+        num_attention_heads=config.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         vocab_size=config.vocab_size,
         context_length=config.max_position_embeddings,
         weights_dtype=_main_dtype(tensors),
@@ -88,7 +92,21 @@ def load_model_info(path: Path) -> ModelInfo:
         generation_defaults=read_generation_defaults(path),
         licence=record.get("licence"),
         weights_digest=_weights_digest(tensors),
+        architecture_facts=architecture_of(whole.to_dict()),
     )
+
+
+def kv_shape(config: Any) -> tuple[int, int]:
+    """(kv heads, head size) of a text configuration's keys and values, as blocks hold them.
+
+    The larger size, where keys and values differ: latent attention (DeepSeek) is computed with its
+    keys and values expanded, one of each for every query head.
+    """
+    heads: int = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return heads, max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def load_weights(
@@ -165,6 +183,11 @@ def _load_config(path: Path) -> Any:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ModelFormatError(f"The configuration in {path} cannot be used: {error}") from error
+    return config
+
+
+def _text_config(config: Any, path: Path) -> Any:
+    """The part that is the language model, which says all that is needed of it."""
     text_config = config.get_text_config(decoder=True)
     for name in (
         "num_hidden_layers",

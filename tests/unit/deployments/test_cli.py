@@ -109,6 +109,26 @@ def test_check_json_is_whole_when_a_check_fails(run, model: Path) -> None:
     assert "WINDOW" in result.stderr
 
 
+def test_check_and_serve_refuse_what_blocks_cannot_hold(run, model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({**CONFIG, "model_type": "qwen3_next"}))
+
+    for command in ("check", "serve"):
+        result = run(command, "local", "--set", f"model.source={model}")
+
+        assert result.exit_code == 1
+        assert "baton: RUNNER: A model of type qwen3_next cannot be served: it has" in result.stderr
+
+
+def test_check_says_how_the_model_is_run(run, model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({**CONFIG, "model_type": "llama"}))
+
+    text = run("check", "local", "--set", f"model.source={model}").stdout
+    shown = json.loads(run("check", "local", "--json", "--set", f"model.source={model}").stdout)
+
+    assert "The model is run as llama_shaped: llama is Llama-shaped." in text
+    assert shown["runner"] == {"tier": "llama_shaped", "reason": "llama is Llama-shaped"}
+
+
 def test_check_on_a_gpu_does_not_compare_with_the_hosts_memory(run, model: Path) -> None:
     result = run("check", "-s", f"model.source={model}", "-s", "model.device=cuda")
 

@@ -11,9 +11,15 @@ from deployments.openai.models import ModelCard, SamplingDefaults, model_list
 from deployments.openai.sampling import check_prompt_ids, choice_seed, sampling_params
 from deployments.openai.schema import parse_chat, parse_completion
 from workers.engine.sampling_params import SamplingParams
+from workers.runner_choice import RunnerChoice
 
 CARD = ModelCard(
-    name="m", window=100, vocab_size=50, eos_token_ids=frozenset({1, 2}), default_max_tokens=30
+    name="m",
+    window=100,
+    vocab_size=50,
+    eos_token_ids=frozenset({1, 2}),
+    default_max_tokens=30,
+    runner=RunnerChoice(tier="stock", reason="any"),
 )
 
 

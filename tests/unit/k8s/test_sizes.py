@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.k8s import manifests, operator_rules
 from workers.planning import ModelFacts, WorkerPlan, plan
+from workers.runner_choice import Architecture
 
 SERVICE = manifests.of_kind("RayService")["base/rayservice.yaml:baton"]
 SETTINGS = manifests.settings_of(SERVICE)
@@ -27,6 +28,7 @@ DEFAULT_MODEL = ModelFacts(
     dtype="fp32",
     element_bytes=4,
     vocab_size=49_152,
+    architecture=Architecture(model_type="llama"),
     weight_bytes=4 * 134_515_008,
 )
 RAY_AND_TORCH_BYTES = 1 << 30

@@ -31,6 +31,7 @@ from workers.planning import (
     plan,
     resolve_dtype,
 )
+from workers.runner_choice import Architecture
 
 FACTS = ModelFacts(
     digest="d",
@@ -41,6 +42,7 @@ FACTS = ModelFacts(
     dtype="float32",
     element_bytes=4,
     vocab_size=49152,
+    architecture=Architecture(model_type="llama"),
     weight_bytes=500_000_000,
 )
 BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4

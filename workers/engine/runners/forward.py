@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from workers.engine.attention.backend import IntArray, StepMetadata
-from workers.engine.runners.choose import RunnerTier
+from workers.runner_choice import RunnerTier
 
 __all__ = ["ForwardPass", "LayerScoring"]
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from workers.engine.attention.backend import AttentionBackend, IntArray, StepMetadata
-from workers.engine.runners.choose import RunnerTier
 from workers.engine.runners.decoder_layer import DecoderLayer, RmsNorm, read_layer, read_norm
 from workers.engine.runners.forward import LayerScoring
+from workers.runner_choice import RunnerTier
 
 __all__ = ["LlamaShapedDecoder", "LlamaShapedForward"]
 

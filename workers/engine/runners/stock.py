@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from workers.engine.attention.backend import AttentionBackend, IntArray, StepMetadata
 from workers.engine.attention.interface import MaskFunction, packed_forward, use_packed_attention
-from workers.engine.runners.choose import RunnerTier
+from workers.runner_choice import RunnerTier
 
 __all__ = ["StockForward"]
 

@@ -20,6 +20,7 @@ from workers.engine.sampling_params import SamplingParams
 from workers.engine.step import ScheduledSequence, SequenceId, StepPlan
 from workers.errors import UnsupportedModelError
 from workers.models.loading import GenerationDefaults, ModelInfo
+from workers.runner_choice import Architecture
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 BLOCK_SIZE = 4
@@ -264,6 +265,7 @@ def make_info(model) -> ModelInfo:
         generation_defaults=GenerationDefaults(),
         licence=None,
         weights_digest="d",
+        architecture_facts=Architecture(model_type="llama"),
     )
 
 

@@ -12,8 +12,10 @@ from configs.schema import ModelSettings
 from workers.models.errors import ModelAccessError, ModelFormatError, ModelNotFoundError
 from workers.models.facts import facts_from_info, find_snapshot, read_facts
 from workers.planning import ModelFacts
+from workers.runner_choice import Architecture
 
 CONFIG: dict[str, Any] = {
+    "model_type": "llama",
     "dtype": "bfloat16",
     "max_position_embeddings": 8192,
     "num_hidden_layers": 30,
@@ -33,6 +35,7 @@ class StubInfo:
     head_dim = 8
     vocab_size = 50
     num_parameters = 1000
+    architecture_facts = Architecture(model_type="stub")
 
 
 def write_model(folder: Path, config: object, *, weight_bytes: int | None = 1000) -> Path:
@@ -58,6 +61,7 @@ def test_stated_sizes_are_read_without_torch(tmp_path: Path) -> None:
         dtype="float32",
         element_bytes=4,
         vocab_size=49152,
+        architecture=Architecture(model_type="llama"),
         weight_bytes=2000,  # stored in two bytes each, served in four
     )
 
@@ -96,6 +100,7 @@ def test_composite_model_is_sized_by_its_text_part(tmp_path: Path) -> None:
         {**CONFIG, "head_dim": None},
         {**CONFIG, "vocab_size": True},
         {"text_config": 3},
+        {**CONFIG, "kv_lora_rank": 16},
     ],
 )
 def test_configuration_that_leaves_something_out_is_read_by_transformers(
@@ -126,6 +131,7 @@ def test_facts_of_a_loaded_model_carry_its_digest() -> None:
         dtype="bfloat16",
         element_bytes=2,
         vocab_size=50,
+        architecture=Architecture(model_type="stub"),
         weight_bytes=2000,
     )
 
