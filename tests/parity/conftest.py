@@ -18,8 +18,8 @@ _LEDGER = pytest.StashKey[Ledger]()
 _SAMPLE = Extent(
     name="sample",
     num_prompts=2,
-    num_tokens=8,
-    longest_document=200,
+    num_tokens=6,
+    longest_document=150,
     num_tiny_prompts=4,
     num_tiny_tokens=12,
 )

@@ -16,6 +16,9 @@ from workers.models.store import ModelStore, default_cache_dir
 pytestmark = pytest.mark.timeout(3600)
 
 
+SUBJECTS = ["llama", "qwen3_moe", *(["smollm2"] if os.environ.get("BATON_TEST_ALL") == "1" else [])]
+
+
 def seeded(number: int, reference: Reference) -> SamplingParams:
     """Hot enough that greedy would be noticed."""
     return SamplingParams(
@@ -23,9 +26,9 @@ def seeded(number: int, reference: Reference) -> SamplingParams:
     )
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_moe", "smollm2"])
+@pytest.fixture(scope="module", params=SUBJECTS)
 def subject(request, extent, reference_folder) -> Subject:
-    """Two tiny models, and the default one."""
+    """Two tiny models, and among all the default one."""
     if request.param != "smollm2":
         return tiny_subject(request.param, extent, reference_folder)
     try:
