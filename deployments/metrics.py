@@ -91,7 +91,7 @@ _PROCESSES = (
 )
 _WORKERS = (
     _gauge(
-        "baton_runner",
+        "baton_runner_info",
         "1 for the way in which the worker runs its model: llama_shaped (Baton's own decoder) or "
         "stock (transformers' modules).",
         "tier",

@@ -32,7 +32,7 @@ class ModelCard:
     eos_token_ids: frozenset[int]
     """All ids that end an answer: the tokenizer's and the generation config's."""
     runner: RunnerChoice
-    """How it is run, by its configuration; the metric `baton_runner` has the last word."""
+    """How it is run, by its configuration; the metric `baton_runner_info` has the last word."""
     default_max_tokens: int = 1024
     """Output tokens where the client names no maximum, if the window has the room."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)

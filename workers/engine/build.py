@@ -49,7 +49,7 @@ def build_runner(
     """A checked runner and the pool that it reads and writes.
 
     `model` is a directory, or loaded already, and then is the runner's from here on: its head is
-    replaced by a faster one. It computes in `dtype`, as the pool does, which lies in `region` if
+    replaced by a faster one, and `make_forward` says how it is run. It computes in `dtype`, as the pool does, which lies in `region` if
     one is given, for other processes to read. The check covers max_model_len tokens, by default all
     that the model can. Sets the process's number of compute threads. Raises
     `UnsupportedModelError` if the model's architecture cannot be run this way, `ModelError` if it
