@@ -49,11 +49,11 @@ def build_runner(
     """A checked runner and the pool that it reads and writes.
 
     `model` is a directory, or loaded already, and then is the runner's from here on: its head is
-    replaced by a faster one, and `make_forward` says how it is run. It computes in `dtype`, as the pool does, which lies in `region` if
-    one is given, for other processes to read. The check covers max_model_len tokens, by default all
-    that the model can. Sets the process's number of compute threads. Raises
-    `UnsupportedModelError` if the model's architecture cannot be run this way, `ModelError` if it
-    cannot be loaded.
+    replaced by a faster one, and `make_forward` says how it is run. It computes in `dtype`, as the
+    pool does, which lies in `region` if one is given, for other processes to read. The check covers
+    max_model_len tokens, by default all that the model can. Sets the process's number of compute
+    threads. Raises `UnsupportedModelError` if the model's architecture cannot be run this way,
+    `ModelError` if it cannot be loaded.
     """
     if torch_dtype(layout.dtype) != dtype:
         raise ValueError(f"the model computes in {dtype}, its KV layout says {layout.dtype}")
