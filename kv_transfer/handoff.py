@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kv_transfer.geometry import BlockId, LogicalBlock
+from kv_transfer.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,8 @@ class FirstToken:
     token_id: int
     num_hit_tokens: int = 0
     """Prompt tokens that prefill found in its cache rather than computed."""
+    logprobs: TokenLogprobs | None = None
+    """Where the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +82,9 @@ class Grant:
     """0, 1, 2 ... within the transfer: a lost or repeated grant shows."""
     blocks: tuple[GrantedBlock, ...]
     first: FirstToken | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of prompt tokens, where the request asks for them: joined over all grants, of every one but
+    the first, which nothing predicts."""
 
     @property
     def is_last(self) -> bool:

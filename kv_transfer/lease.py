@@ -25,6 +25,7 @@ from kv_transfer.handoff import (
     TransferKey,
     Verdict,
 )
+from kv_transfer.logprobs import TokenLogprobs
 from kv_transfer.transport import (
     CorruptTransferError,
     InvalidTransferError,
@@ -199,6 +200,8 @@ class LeaseTable:
         blocks: Sequence[GrantedBlock],
         first: FirstToken | None,
         now: float,
+        *,
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> bool:
         """Grant finished blocks; `first` marks the last grant. False if the transfer has ended.
 
@@ -218,7 +221,12 @@ class LeaseTable:
         self._apply(record, event)
         record.granted |= granted
         record.grants.append(
-            Grant(sequence_number=len(record.grants), blocks=tuple(blocks), first=first)
+            Grant(
+                sequence_number=len(record.grants),
+                blocks=tuple(blocks),
+                first=first,
+                prompt_logprobs=tuple(prompt_logprobs),
+            )
         )
         return True
 

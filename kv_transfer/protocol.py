@@ -15,6 +15,7 @@ from types import MappingProxyType
 from kv_transfer.coverage import Coverage
 from kv_transfer.geometry import BlockId, LogicalBlock
 from kv_transfer.handoff import FirstToken, Grant, GrantedBlock, Verdict
+from kv_transfer.logprobs import TokenLogprobs
 from kv_transfer.transport import CorruptTransferError
 
 
@@ -196,6 +197,7 @@ class ReceiverProtocol:
         self._granted: dict[LogicalBlock, GrantedBlock] = {}
         self._num_grants = 0
         self._first: FirstToken | None = None
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._state = TransferState.RESERVED
 
     @property
@@ -207,6 +209,11 @@ class ReceiverProtocol:
     def first(self) -> FirstToken | None:
         """What came with the last grant; None before it."""
         return self._first
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """What came with all grants so far, in order."""
+        return tuple(self._prompt_logprobs)
 
     @property
     def blocks_landed(self) -> int:
@@ -263,6 +270,7 @@ class ReceiverProtocol:
         self._num_grants += 1
         self._granted |= {block.logical: block for block in grant.blocks}
         self._first = grant.first
+        self._prompt_logprobs += grant.prompt_logprobs
         if grant.blocks:
             places = {block.logical: self._placement[block.logical] for block in grant.blocks}
             return TransferState.ACTIVE, Fetch(grant.blocks, places)

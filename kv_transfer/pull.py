@@ -179,6 +179,7 @@ class Pull:
         num_blocks = self._protocol.blocks_landed
         return Landed(
             first=first,
+            prompt_logprobs=self._protocol.prompt_logprobs,
             num_tokens=self._order.num_tokens,
             num_blocks=num_blocks,
             num_bytes=num_blocks * self._order.memory.bytes_per_block,

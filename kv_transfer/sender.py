@@ -27,6 +27,7 @@ from kv_transfer.handoff import (
     Verdict,
 )
 from kv_transfer.lease import LeaseTable
+from kv_transfer.logprobs import TokenLogprobs
 from kv_transfer.transfer_thread import TransferThread
 from kv_transfer.transport import BlockMemory, BlockServer, Clock, LinkRefusedError, Transport
 
@@ -96,13 +97,18 @@ class KVSender:
         self._authority.open(key, decode, skip_blocks)
 
     def grant(
-        self, key: TransferKey, blocks: Sequence[GrantedBlock], first: FirstToken | None
+        self,
+        key: TransferKey,
+        blocks: Sequence[GrantedBlock],
+        first: FirstToken | None,
+        *,
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> bool:
         """Let the receiver read blocks that are final; `first` makes it the last grant.
 
         False if the transfer has ended: prefill has no reason to go on with it.
         """
-        return self._authority.grant(key, blocks, first)
+        return self._authority.grant(key, blocks, first, prompt_logprobs=prompt_logprobs)
 
     def revoke(self, key: TransferKey, reason: str) -> None:
         """Take the blocks back; `reason` is told to the receiver. Safe to repeat."""
@@ -189,11 +195,18 @@ class _Authority:
         self._thread.post(self._announce)  # an older attempt may have ended by it
 
     def grant(
-        self, key: TransferKey, blocks: Sequence[GrantedBlock], first: FirstToken | None
+        self,
+        key: TransferKey,
+        blocks: Sequence[GrantedBlock],
+        first: FirstToken | None,
+        *,
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> bool:
         with self._lock:
             try:
-                is_live = self._table.extend(key, blocks, first, self._clock())
+                is_live = self._table.extend(
+                    key, blocks, first, self._clock(), prompt_logprobs=prompt_logprobs
+                )
             except LinkRefusedError:  # superseded, or ended so long ago that it is forgotten
                 is_live = False
             if is_live:

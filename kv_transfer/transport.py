@@ -28,6 +28,7 @@ from kv_transfer.handoff import (
     TransferKey,
     Verdict,
 )
+from kv_transfer.logprobs import TokenLogprobs
 from kv_transfer.shared_memory import SharedRegion
 
 
@@ -176,6 +177,8 @@ class Landed:
     """A hand-off whose coverage is full and whose confirm was VALID."""
 
     first: FirstToken
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    """Of all grants, in order."""
     num_tokens: int
     num_blocks: int
     num_bytes: int

@@ -20,12 +20,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kv_transfer.handoff import PeerInfo
+from kv_transfer.logprobs import TokenLogprobs
 from kv_transfer.receiver import IncomingTransfer, KVReceiver, ReceiverStats
-from kv_transfer.transport import Landed, PeerLostError, TransferError
+from kv_transfer.transport import CorruptTransferError, Landed, PeerLostError, TransferError
 from workers.engine.events import (
     TERMINAL_EVENTS,
     Admitted,
     Event,
+    PromptScored,
     SequenceFailed,
     SequenceFinished,
     TokensSampled,
@@ -45,6 +47,7 @@ from workers.messages import (
     PrefillEvent,
     PrefillRefused,
     PrefillRequest,
+    PromptFrame,
     TokenFrame,
     deadline_of,
 )
@@ -201,7 +204,7 @@ class DecodeWorker:
             while True:
                 event = await call.outbox.get()
                 yield event
-                if not isinstance(event, TokenFrame):
+                if isinstance(event, (Finished, Failed)):
                     return
         finally:
             assert call.sequence_id is not None
@@ -251,9 +254,12 @@ class DecodeWorker:
             frame = TokenFrame(
                 attempt=call.request.attempt,
                 token_ids=event.token_ids,
+                logprobs=event.logprobs,
                 cached_tokens=_cached_tokens(call, event),
             )
             call.outbox.put_nowait(frame)
+        elif isinstance(event, PromptScored):
+            self._pass_on_prompt(call, event.logprobs)
         elif isinstance(event, SequenceFinished):
             finished = Finished(
                 attempt=call.request.attempt,
@@ -262,10 +268,14 @@ class DecodeWorker:
                 completion_tokens=event.completion_tokens,
                 cached_tokens=_cached_tokens(call, event),
                 prefilled_by=call.prefilled_by,
+                stop_token_id=event.stop_token_id,
             )
             call.outbox.put_nowait(finished)
         elif isinstance(event, SequenceFailed):
             call.outbox.put_nowait(_failed(call.request, event.error))
+
+    def _pass_on_prompt(self, call: _Call, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        call.outbox.put_nowait(PromptFrame(attempt=call.request.attempt, logprobs=logprobs))
 
     # The hand-off -------------------------------------------------------------------------------
 
@@ -358,6 +368,7 @@ class DecodeWorker:
                 skip_blocks=skip_blocks,
             )
             landed = await self._land(call, transfer)
+            _check_logprobs(request, landed)
             call.prefilled_by = accepted.peer.worker_id
             self._publish(call, landed)
             await _read_to_end(answers)
@@ -369,7 +380,9 @@ class DecodeWorker:
         assert call.sequence_id is not None
         self._placed["remote"] += 1
         call.remote_hit_tokens = landed.first.num_hit_tokens
-        self._engine.publish(call.sequence_id, landed.first.token_id)
+        if landed.prompt_logprobs:
+            self._pass_on_prompt(call, landed.prompt_logprobs)
+        self._engine.publish(call.sequence_id, landed.first.token_id, landed.first.logprobs)
 
     async def _land(self, call: _Call, transfer: IncomingTransfer) -> Landed:
         """Pull; whatever goes wrong, the destination stays in quarantine until the fence."""
@@ -427,6 +440,19 @@ def _cached_tokens(call: _Call, event: TokensSampled | SequenceFinished) -> int:
     if call.remote_hit_tokens is not None:
         return call.remote_hit_tokens
     return event.num_hit_tokens
+
+
+def _check_logprobs(request: GenerateRequest, landed: Landed) -> None:
+    """The grants brought the log-probabilities that the request asks for, of every token."""
+    sampling = request.sampling
+    is_scored = sampling.prompt_logprobs is not None
+    expected = len(request.prompt_token_ids) - 1 if is_scored else 0
+    has_first = landed.first.logprobs is not None
+    if len(landed.prompt_logprobs) != expected or has_first != (sampling.logprobs is not None):
+        raise CorruptTransferError(
+            f"log-probabilities came for {len(landed.prompt_logprobs)} of {expected} prompt tokens "
+            f"and {int(has_first)} output tokens"
+        )
 
 
 async def _finish_despite_cancel(waiting: Coroutine[object, object, None]) -> None:

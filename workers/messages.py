@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kv_transfer.handoff import PeerInfo, TransferKey
+from kv_transfer.logprobs import TokenLogprobs
 from workers.engine.events import FinishReason
 from workers.engine.sampling_params import SamplingParams
 
@@ -21,6 +22,7 @@ __all__ = [
     "PrefillEvent",
     "PrefillRefused",
     "PrefillRequest",
+    "PromptFrame",
     "TokenFrame",
     "deadline_of",
 ]
@@ -62,8 +64,22 @@ class TokenFrame:
 
     attempt: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of each of token_ids where the request asks for them, else of none."""
     cached_tokens: int = 0
     """Prompt tokens that nobody computed for this request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptFrame:
+    """Log-probabilities of the next prompt tokens; only where the request asks for them.
+
+    All frames together have every prompt token but the first, and come before the first output
+    token.
+    """
+
+    attempt: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +94,8 @@ class Finished:
     """Prompt tokens that nobody computed for this request."""
     prefilled_by: str = ""
     """worker_id of the worker that computed the prompt."""
+    stop_token_id: int | None = None
+    """The stop token that ended it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +108,7 @@ class Failed:
     retry_after_s: float | None = None
 
 
-GenerateEvent = TokenFrame | Finished | Failed
+GenerateEvent = PromptFrame | TokenFrame | Finished | Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from kv_transfer.handoff import (
     ReleaseReason,
     TransferKey,
 )
+from kv_transfer.logprobs import TokenLogprobs
 from kv_transfer.sender import KVSender, SenderStats
 from kv_transfer.transport import Clock, TransferError
 from workers.engine.events import (
@@ -60,6 +61,8 @@ class _Job:
     """Leading blocks that are granted, or that the decode worker had from the start."""
     block_ids: tuple[BlockId, ...] = ()
     first: FirstToken | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Those that no grant has had yet."""
     failure: str | None = None
 
 
@@ -181,9 +184,14 @@ class PrefillWorker:
         if isinstance(event, Admitted):  # what was found need not wait for the first chunk
             self._grant_computed(key, job, event.block_ids, event.num_hit_tokens)
         elif isinstance(event, ChunkComputed):
+            job.prompt_logprobs += event.prompt_logprobs
             self._grant_computed(key, job, event.block_ids, event.num_computed)
         elif isinstance(event, PromptComputed):
-            job.first = FirstToken(token_id=event.first_token, num_hit_tokens=event.num_hit_tokens)
+            job.first = FirstToken(
+                token_id=event.first_token,
+                num_hit_tokens=event.num_hit_tokens,
+                logprobs=event.logprobs,
+            )
             self._grant(key, job, self._layout.blocks_for(job.num_prompt_tokens))
         elif isinstance(event, SequenceFailed):
             job.failure = str(event.error)
@@ -211,4 +219,5 @@ class PrefillWorker:
             for logical in range(job.granted_blocks, upto)
         )
         job.granted_blocks = upto
-        self._sender.grant(key, blocks, job.first)
+        logprobs, job.prompt_logprobs = job.prompt_logprobs, ()
+        self._sender.grant(key, blocks, job.first, prompt_logprobs=logprobs)

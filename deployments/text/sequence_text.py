@@ -9,7 +9,7 @@ from deployments.openai.answer import Delta, Ending
 from deployments.openai.errors import GenerationFailedError
 from deployments.text.detokenizer import Detokenizer
 from deployments.text.stops import StopFilter
-from workers.messages import Failed, Finished, FinishReason, GenerateEvent
+from workers.messages import Failed, Finished, FinishReason, GenerateEvent, PromptFrame
 
 __all__ = ["SequenceText"]
 
@@ -50,6 +50,8 @@ class SequenceText:
             raise GenerationFailedError.from_event(event)
         if isinstance(event, Finished):
             return self._finish(event)
+        if isinstance(event, PromptFrame):
+            return self._delta("", None)
         self.cached_tokens = event.cached_tokens
         return self._tokens(event.token_ids)
 

@@ -27,6 +27,7 @@ from kv_transfer.handoff import (
     TransferKey,
     Verdict,
 )
+from kv_transfer.logprobs import pack_logprobs, unpack_logprobs
 from kv_transfer.transport import (
     CorruptTransferError,
     InvalidTransferError,
@@ -49,7 +50,7 @@ _MAX_ERROR_BYTES = 1024
 _HEADER = struct.Struct("!4sBBHIQ16sIIQQ")
 HEADER_BYTES = _HEADER.size
 _SEED = struct.Struct("!16sQBI")
-_GRANT = struct.Struct("!I?qII")
+_GRANT = struct.Struct("!I?qII?")
 _COUNT = struct.Struct("!I")
 _BLOCK = struct.Struct("!IIQI")
 
@@ -239,27 +240,45 @@ def unpack_blocks(payload: bytes) -> tuple[GrantedBlock, ...]:
 
 
 def pack_grant(grant: Grant) -> bytes:
-    """A grant as payload."""
+    """A grant as payload: head, blocks, log-probabilities (the first token's are the last)."""
     first = grant.first or FirstToken(token_id=0)
     blocks = pack_blocks(grant.blocks)
     head = _GRANT.pack(
-        grant.sequence_number, grant.is_last, first.token_id, first.num_hit_tokens, len(blocks)
+        grant.sequence_number,
+        grant.is_last,
+        first.token_id,
+        first.num_hit_tokens,
+        len(blocks),
+        first.logprobs is not None,
     )
-    return head + blocks
+    of_first = () if first.logprobs is None else (first.logprobs,)
+    return head + blocks + pack_logprobs((*grant.prompt_logprobs, *of_first))
 
 
 def unpack_grant(payload: bytes) -> Grant:
     """Inverse of `pack_grant`; raises `CorruptTransferError`."""
     if len(payload) < _GRANT.size:
         raise CorruptTransferError(f"grant of {len(payload)} bytes")
-    sequence_number, is_last, token_id, num_hit_tokens, blocks_bytes = _GRANT.unpack_from(payload)
-    blocks = payload[_GRANT.size :]
-    if len(blocks) != blocks_bytes:
-        raise CorruptTransferError(f"grant with {len(blocks)} bytes of blocks, not {blocks_bytes}")
+    sequence_number, is_last, token_id, num_hit_tokens, blocks_bytes, has_logprobs = (
+        _GRANT.unpack_from(payload)
+    )
+    end = _GRANT.size + blocks_bytes
+    try:
+        logprobs = unpack_logprobs(payload[end:])
+    except ValueError as error:
+        raise CorruptTransferError(str(error)) from error
+    if has_logprobs and not (is_last and logprobs):
+        raise CorruptTransferError("grant without the first token whose log-probability it has")
+    first = FirstToken(
+        token_id=token_id,
+        num_hit_tokens=num_hit_tokens,
+        logprobs=logprobs[-1] if has_logprobs else None,
+    )
     return Grant(
         sequence_number=sequence_number,
-        blocks=unpack_blocks(blocks),
-        first=FirstToken(token_id=token_id, num_hit_tokens=num_hit_tokens) if is_last else None,
+        blocks=unpack_blocks(payload[_GRANT.size : end]),
+        first=first if is_last else None,
+        prompt_logprobs=logprobs[:-1] if has_logprobs else logprobs,
     )
 
 

@@ -6,6 +6,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 
+from kv_transfer.logprobs import TokenLogprobs
 from workers.engine.step import SequenceId, StepPlan, StepResult
 
 
@@ -20,6 +21,13 @@ def generate(prompt: Sequence[int], num_tokens: int) -> list[int]:
     for _ in range(num_tokens):
         token_ids.append(next_token(token_ids))
     return token_ids[len(prompt) :]
+
+
+def fake_logprobs(before: Sequence[int], token_id: int, num_top: int) -> TokenLogprobs:
+    """What the fake model says of a token; depends on it and on every token before it."""
+    number = zlib.crc32(repr((tuple(before), token_id)).encode()) % 1000
+    top = tuple((next_token([*before, place]), -0.5 - place) for place in range(num_top))
+    return TokenLogprobs(logprob=-number / 8, rank=number + 1, top=top)
 
 
 class FakeModelRunner:
@@ -72,7 +80,34 @@ class FakeModelRunner:
             for entry in plan.sequences
             if entry.sampling is not None and entry.sequence_id in self.failed
         }
-        return StepResult(step_id=plan.step_id, token_ids=sampled, failed=failed)
+        return StepResult(
+            step_id=plan.step_id,
+            token_ids=sampled,
+            failed=failed,
+            logprobs={
+                entry.sequence_id: fake_logprobs(
+                    self.read(entry.block_ids, entry.end),
+                    sampled[entry.sequence_id],
+                    entry.sampling.logprobs,
+                )
+                for entry in plan.sequences
+                if entry.sequence_id in sampled
+                and entry.sampling is not None
+                and entry.sampling.logprobs is not None
+            },
+            prompt_logprobs={
+                entry.sequence_id: tuple(
+                    fake_logprobs(
+                        self.read(entry.block_ids, entry.start + row + 1),
+                        token_id,
+                        entry.scoring.num_top,
+                    )
+                    for row, token_id in enumerate(entry.scoring.token_ids)
+                )
+                for entry in plan.sequences
+                if entry.scoring is not None
+            },
+        )
 
     def _slot(self, block_ids: Sequence[int], position: int) -> int:
         return block_ids[position // self._block_size] * self._block_size + (

@@ -26,6 +26,7 @@ def make_scheduler(
     queue_limit: int = 8,
     aging_s: float = 10.0,
     scope: PrefixScope | None = None,
+    scored_tokens: int = 128,
 ) -> Scheduler:
     """A scheduler small enough to reach its limits in a few calls; a scope turns hits on."""
     pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=max_model_len)
@@ -36,6 +37,7 @@ def make_scheduler(
         prefill_chunk_tokens=prefill_chunk_tokens,
         queue_limit=queue_limit,
         aging_s=aging_s,
+        scored_tokens=scored_tokens,
     )
     return Scheduler(pool, config, scope)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from kv_transfer.geometry import BlockId, KVLayout
 from kv_transfer.handoff import PeerInfo
+from kv_transfer.logprobs import TokenLogprobs
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.transport import BlockMemory, Transport
@@ -38,6 +39,7 @@ from workers.messages import (
     GenerateRequest,
     PrefillEvent,
     PrefillRequest,
+    PromptFrame,
     TokenFrame,
 )
 from workers.prefill import PrefillWorker
@@ -422,7 +424,19 @@ class Client:
     @property
     def ends(self) -> list[GenerateEvent]:
         """The terminal events; more than one is a breach of INV-ONE-END."""
-        return [event for event in self.events if not isinstance(event, TokenFrame)]
+        return [event for event in self.events if isinstance(event, (Finished, Failed))]
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Those of all tokens so far."""
+        frames = (event for event in self.events if isinstance(event, TokenFrame))
+        return [logprobs for frame in frames for logprobs in frame.logprobs]
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        """Those of the prompt so far."""
+        frames = (event for event in self.events if isinstance(event, PromptFrame))
+        return [logprobs for frame in frames for logprobs in frame.logprobs]
 
     async def first_token(self) -> None:
         """Return once there is a token."""

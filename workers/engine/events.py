@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Final
 
 from kv_transfer.geometry import BlockId
+from kv_transfer.logprobs import TokenLogprobs
 from workers.engine.step import SequenceId
 from workers.errors import WorkerError
 
@@ -38,6 +39,20 @@ class ChunkComputed:
     """Leading prompt tokens that have KV now."""
     block_ids: tuple[BlockId, ...]
     """The whole block table, as in `Admitted`."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """As in `PromptScored`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScored:
+    """Log-probabilities that the sequence asks for of its next prompt tokens, in order.
+
+    All of them together are those of every prompt token but the first, and all come before the
+    first output token.
+    """
+
+    sequence_id: SequenceId
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +66,8 @@ class PromptComputed:
     first_token: int
     num_hit_tokens: int = 0
     """Of the prompt, found rather than computed."""
+    logprobs: TokenLogprobs | None = None
+    """Of the first token, where the sequence asks for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +78,8 @@ class TokensSampled:
     token_ids: tuple[int, ...]
     num_hit_tokens: int = 0
     """Of the prompt, found here rather than computed."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of each of them where the sequence asks for them, else of none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +93,8 @@ class SequenceFinished:
     """Sampled tokens, the stop token included."""
     num_hit_tokens: int = 0
     """Of the prompt, found here rather than computed."""
+    stop_token_id: int | None = None
+    """The stop token that ended it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,5 +125,5 @@ TerminalEvent = SequenceFinished | SequenceReleased | SequenceAborted | Sequence
 TERMINAL_EVENTS: Final = (SequenceFinished, SequenceReleased, SequenceAborted, SequenceFailed)
 """The same, for isinstance."""
 
-Event = Admitted | ChunkComputed | PromptComputed | TokensSampled | TerminalEvent
+Event = Admitted | ChunkComputed | PromptScored | PromptComputed | TokensSampled | TerminalEvent
 """Everything that a sink can be called with."""

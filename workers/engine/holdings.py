@@ -207,7 +207,7 @@ class Holdings:
 
         Never the whole prompt: its last token is computed here, for what the model says after it.
         """
-        if sequence.chain is None or not sequence.spec.uses_prefix_cache:
+        if sequence.chain is None or not sequence.spec.takes_hits:
             return ()
         end = (sequence.num_prompt_tokens - 1) // self.pool.block_size
         return self.pool.cache.match(sequence.chain.keys[start:end])
@@ -250,7 +250,7 @@ class Holdings:
 
 
 def _looks_up(sequence: Sequence) -> bool:
-    return sequence.chain is not None and sequence.spec.uses_prefix_cache
+    return sequence.chain is not None and sequence.spec.takes_hits
 
 
 def _replace(sequence: Sequence, start: int, block_ids: tuple[BlockId, ...]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kv_transfer.geometry import BlockId
+from kv_transfer.logprobs import TokenLogprobs
 from kv_transfer.transport import Clock
 from workers.engine.events import TERMINAL_EVENTS, Event, SequenceFailed
 from workers.engine.sampling_params import SamplingParams
@@ -176,9 +177,11 @@ class Engine:
         """End a sequence in any state; False if it has ended already."""
         return self._control(lambda: self._scheduler.cancel(sequence_id))
 
-    def publish(self, sequence_id: SequenceId, first_token: int) -> bool:
+    def publish(
+        self, sequence_id: SequenceId, first_token: int, logprobs: TokenLogprobs | None = None
+    ) -> bool:
         """See `Scheduler.publish`: decode from first_token; False if the sequence has ended."""
-        return self._control(lambda: self._scheduler.publish(sequence_id, first_token))
+        return self._control(lambda: self._scheduler.publish(sequence_id, first_token, logprobs))
 
     def prefill_here(self, sequence_id: SequenceId) -> bool:
         """See `Scheduler.prefill_here`; False if the sequence has ended."""

@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from workers.engine.adjust import adjust
 from workers.engine.sampling_params import SamplingParams
+from workers.engine.token_counts import SeenTokens
 
 __all__ = ["SamplingRow", "sample", "uniforms"]
 
@@ -37,6 +39,8 @@ class SamplingRow:
     """Of the token that is sampled, in its sequence."""
     num_output_tokens: int = 0
     """Output tokens before it."""
+    seen: SeenTokens | None = None
+    """The tokens before it; needed only for penalties."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,17 +70,16 @@ class _Draw:
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int | None]:
     """One token id per row of `logits` `[rows, vocabulary]`; None where a row is not finite.
 
-    Filters apply in the order of transformers' `generate`: temperature, top-k, top-p of what top-k
-    left, min-p. Of tokens that are equally likely the lower ids are kept. Before anything else, the
-    stop tokens of a row below its min_tokens are made impossible (in `logits`, if it is fp32). A
-    temperature below 1e-5 takes the likeliest token: in fp32 a smaller one divides by zero.
+    First `adjust` changes the rows that ask for it (in `logits` itself, if it is fp32). Then
+    filters apply in the order of transformers' `generate`: temperature, top-k, top-p of what top-k
+    left, min-p. Of tokens that are equally likely the lower ids are kept. A temperature below 1e-5
+    takes the likeliest token: in fp32 a smaller one divides by zero.
     """
     if not rows:
         return []
     logits = logits.float()
     for index, row in enumerate(rows):
-        if row.num_output_tokens < row.params.min_tokens:
-            _mask_stop_tokens(logits[index], row.params)
+        adjust(logits[index], row.params, num_output_tokens=row.num_output_tokens, seen=row.seen)
     likeliest = logits.max(dim=1)  # a NaN counts as the largest
     max_logits: list[float] = likeliest.values.tolist()
     token_ids: list[int | None] = likeliest.indices.tolist()
@@ -105,12 +108,6 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
     return mixed ^ (mixed >> np.uint64(31))
-
-
-def _mask_stop_tokens(logits: torch.Tensor, params: SamplingParams) -> None:
-    # A client may name ids that the model does not have.
-    known = [token_id for token_id in params.stop_token_ids if 0 <= token_id < len(logits)]
-    logits[known] = -math.inf
 
 
 def _draws(

@@ -27,5 +27,26 @@ class SamplingParams:
     """64 bits; Front draws one where the client gives none."""
     min_tokens: int = 0
     """Stop tokens are not sampled before this many output tokens."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens of prompt and output are less likely; below 1, more. Positive."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit once for each time that it is in the output."""
+    presence_penalty: float = 0.0
+    """Taken once from the logit of each token that is in the output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), each id once."""
+    logprobs: int | None = None
+    """Alternatives whose log-probabilities come with each output token; None asks for none."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first."""
     stop_token_ids: frozenset[int] = frozenset()
     """Token ids that end the sequence: the model's end tokens (unless ignored) and the client's."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's chance depends on which tokens there are already."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )

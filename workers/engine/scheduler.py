@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from kv_transfer.logprobs import TokenLogprobs
 from workers.engine.block_pool import BlockPool
 from workers.engine.events import (
     ChunkComputed,
     Event,
     FinishReason,
     PromptComputed,
+    PromptScored,
     SequenceAborted,
     SequenceFailed,
     SequenceFinished,
@@ -41,8 +43,9 @@ from workers.engine.sequence import (
     SequenceSpec,
     SequenceStatus,
 )
-from workers.engine.step import ScheduledSequence, SequenceId, StepPlan, StepResult
+from workers.engine.step import PromptScoring, ScheduledSequence, SequenceId, StepPlan, StepResult
 from workers.engine.ticket_queue import TicketQueue
+from workers.engine.token_counts import SeenTokens
 from workers.errors import (
     ContextOverflowError,
     DeadlineExceededError,
@@ -65,11 +68,20 @@ class SchedulerConfig:
     """Prompt tokens of one sequence in one step at most."""
     queue_limit: int
     """Sequences that wait at most."""
+    scored_tokens: int = 128
+    """Prompt tokens in one step at most whose log-probabilities are asked for: each takes a row of
+    logits as long as the vocabulary, 80 MB for so many of a large one."""
     aging_s: float = 10.0
     """Seconds of waiting that are worth one level of priority."""
 
     def __post_init__(self) -> None:
-        if min(self.max_model_len, self.max_sequences, self.prefill_chunk_tokens) < 1:
+        sizes = (
+            self.max_model_len,
+            self.max_sequences,
+            self.prefill_chunk_tokens,
+            self.scored_tokens,
+        )
+        if min(sizes) < 1:
             raise ValueError(f"limits of a scheduler must be at least 1: {self}")
         if self.step_tokens < self.max_sequences:
             # Otherwise a decoding sequence, or the prefill behind it, could get no row in a step.
@@ -218,7 +230,9 @@ class Scheduler:
 
     # -- KV that comes from another worker ------------------------------------------------------
 
-    def publish(self, sequence_id: SequenceId, first_token: int) -> bool:
+    def publish(
+        self, sequence_id: SequenceId, first_token: int, logprobs: TokenLogprobs | None = None
+    ) -> bool:
         """The prompt's KV is in the blocks, proved intact: decode from first_token on.
 
         False if the sequence has ended; the caller then owes the fence.
@@ -228,7 +242,7 @@ class Scheduler:
             return False
         self._roster.start_decoding(sequence)
         self._holdings.computed(sequence, sequence.num_prompt_tokens)
-        self._accept(sequence, first_token)
+        self._accept(sequence, first_token, logprobs)
         self._roster.admit()
         return True
 
@@ -302,14 +316,7 @@ class Scheduler:
         assert self._in_flight is None, "plan() called while a step is in flight"
         self.expire(now)
         scheduled = [_decode_row(sequence) for sequence in self._roster.decoding.values()]
-        budget = self._config.step_tokens - len(scheduled)
-        for sequence in self._roster.prefilling:
-            if budget == 0:
-                break
-            self._holdings.catch_up(sequence)
-            chunk = _prompt_chunk(sequence, min(budget, self._config.prefill_chunk_tokens))
-            scheduled.append(chunk)
-            budget -= len(chunk.token_ids)
+        scheduled += self._prompt_chunks(self._config.step_tokens - len(scheduled))
         self._roster.admit()  # into what was given back for blocks that others had computed
         if not scheduled:
             return None
@@ -317,6 +324,21 @@ class Scheduler:
         self._steps += 1
         self._holdings.take_off(entry.sequence_id for entry in scheduled)
         return self._in_flight
+
+    def _prompt_chunks(self, budget: int) -> Iterator[ScheduledSequence]:
+        """A chunk of each prompt in turn, up to budget tokens, scored ones up to their own."""
+        scored_budget = self._config.scored_tokens
+        for sequence in self._roster.prefilling:
+            max_tokens = min(budget, self._config.prefill_chunk_tokens)
+            is_scored = sequence.spec.sampling.prompt_logprobs is not None
+            if is_scored:
+                max_tokens = min(max_tokens, scored_budget)
+            if max_tokens == 0:
+                continue
+            chunk = _prompt_chunk(sequence, max_tokens)
+            budget -= len(chunk.token_ids)
+            scored_budget -= len(chunk.token_ids) if is_scored else 0
+            yield chunk
 
     def commit(self, result: StepResult) -> None:
         """Take in what the step in flight gave.
@@ -339,7 +361,8 @@ class Scheduler:
             if sequence.status is SequenceStatus.PREFILLING:
                 self._commit_chunk(sequence, entry, result)
             else:
-                self._accept(sequence, result.token_ids[entry.sequence_id])
+                number = entry.sequence_id
+                self._accept(sequence, result.token_ids[number], result.logprobs.get(number))
         self._roster.admit()
 
     def fail_step(self, error: WorkerError) -> None:
@@ -406,55 +429,65 @@ class Scheduler:
     ) -> None:
         """A prompt chunk is computed; after the last one the first token is there too."""
         self._prompt_tokens += len(entry.token_ids)
+        number = entry.sequence_id
         is_kept = sequence.spec.mode is SequenceMode.PREFILL_ONLY
+        prompt_logprobs = result.prompt_logprobs.get(number, ())
         if is_kept:
             computed = ChunkComputed(
-                sequence_id=entry.sequence_id,
+                sequence_id=number,
                 num_computed=entry.end,
                 block_ids=sequence.block_ids,
+                prompt_logprobs=prompt_logprobs,
             )
             self._roster.emit(computed)
+        elif prompt_logprobs:
+            self._roster.emit(PromptScored(sequence_id=number, logprobs=prompt_logprobs))
         if entry.sampling is None:
             return
-        token_id = result.token_ids[entry.sequence_id]
+        token_id, logprobs = result.token_ids[number], result.logprobs.get(number)
         if is_kept:
             self._output_tokens += 1
             self._roster.hold(sequence)
             self._roster.emit(
                 PromptComputed(
-                    sequence_id=entry.sequence_id,
+                    sequence_id=number,
                     first_token=token_id,
+                    logprobs=logprobs,
                     num_hit_tokens=sequence.num_hit_tokens,
                 )
             )
         else:
             self._roster.start_decoding(sequence)
-            self._accept(sequence, token_id)
+            self._accept(sequence, token_id, logprobs)
 
-    def _accept(self, sequence: Sequence, token_id: int) -> None:
+    def _accept(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """One more output token: pass it on, and see whether it was the last."""
-        sequence.token_ids.append(token_id)
+        sequence.append(token_id)
         self._output_tokens += 1
         spec = sequence.spec
         if token_id in spec.sampling.stop_token_ids:
-            self._finish(sequence, FinishReason.STOP)
+            self._finish(sequence, FinishReason.STOP, stop_token_id=token_id)
             return
         sampled = TokensSampled(
             sequence_id=spec.sequence_id,
             token_ids=(token_id,),
             num_hit_tokens=sequence.num_hit_tokens,
+            logprobs=() if logprobs is None else (logprobs,),
         )
         self._roster.emit(sampled)
         if sequence.num_output_tokens >= spec.sampling.max_tokens:
             self._finish(sequence, FinishReason.LENGTH)
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, *, stop_token_id: int | None = None
+    ) -> None:
         finished = SequenceFinished(
             sequence_id=sequence.sequence_id,
             reason=reason,
             prompt_tokens=sequence.num_prompt_tokens,
             completion_tokens=sequence.num_output_tokens,
             num_hit_tokens=sequence.num_hit_tokens,
+            stop_token_id=stop_token_id,
         )
         self._roster.end(sequence, SequenceStatus.FINISHED, finished)
 
@@ -479,6 +512,7 @@ def _decode_row(sequence: Sequence) -> ScheduledSequence:
         block_ids=sequence.block_ids,
         sampling=sequence.spec.sampling,
         num_output_tokens=sequence.num_output_tokens,
+        seen=_seen(sequence),
     )
 
 
@@ -486,10 +520,26 @@ def _prompt_chunk(sequence: Sequence, max_tokens: int) -> ScheduledSequence:
     """The next tokens of a prompt; the chunk that ends it samples."""
     start = sequence.num_computed
     end = min(start + max_tokens, sequence.num_prompt_tokens)
+    is_last = end == sequence.num_prompt_tokens
     return ScheduledSequence(
         sequence_id=sequence.spec.sequence_id,
         token_ids=tuple(sequence.token_ids[start:end]),
         start=start,
         block_ids=sequence.block_ids,
-        sampling=sequence.spec.sampling if end == sequence.num_prompt_tokens else None,
+        sampling=sequence.spec.sampling if is_last else None,
+        seen=_seen(sequence) if is_last else None,
+        scoring=_scoring(sequence, start, end),
     )
+
+
+def _seen(sequence: Sequence) -> SeenTokens | None:
+    return None if sequence.token_counts is None else sequence.token_counts.seen()
+
+
+def _scoring(sequence: Sequence, start: int, end: int) -> PromptScoring | None:
+    """What the rows of prompt tokens start to end are compared with: each with the token after."""
+    num_top = sequence.spec.sampling.prompt_logprobs
+    if num_top is None:
+        return None
+    following = tuple(sequence.token_ids[start + 1 : end + 1])
+    return PromptScoring(token_ids=following, num_top=num_top)

@@ -15,6 +15,7 @@ from kv_transfer.geometry import BlockId
 from workers.engine.prefix_cache import KeyChain
 from workers.engine.sampling_params import SamplingParams
 from workers.engine.step import SequenceId
+from workers.engine.token_counts import TokenCounts
 
 
 class SequenceMode(Enum):
@@ -97,6 +98,14 @@ class SequenceSpec:
     """Whether KV that is there may be used; without it the whole prompt is computed."""
 
     @property
+    def takes_hits(self) -> bool:
+        """Whether prompt tokens may be found rather than computed.
+
+        A prompt whose log-probabilities are asked for needs all of its rows.
+        """
+        return self.uses_prefix_cache and self.sampling.prompt_logprobs is None
+
+    @property
     def num_reserved_tokens(self) -> int:
         """Tokens that blocks are reserved for at admission (INV-ADMIT)."""
         if self.mode is SequenceMode.PREFILL_ONLY:
@@ -126,11 +135,15 @@ class Sequence:
     """Prefix hit: leading prompt tokens whose KV was found rather than computed."""
     admission: int = 0
     """Number of its admission: older ones prefill first."""
+    token_counts: TokenCounts | None = None
+    """Of token_ids, where the sampling has penalties."""
 
     @classmethod
     def from_spec(cls, spec: SequenceSpec) -> Sequence:
         """A waiting sequence that holds nothing."""
-        return cls(spec=spec, token_ids=list(spec.prompt_token_ids))
+        token_ids = list(spec.prompt_token_ids)
+        counts = TokenCounts(token_ids) if spec.sampling.has_penalties else None
+        return cls(spec=spec, token_ids=token_ids, token_counts=counts)
 
     @property
     def sequence_id(self) -> SequenceId:
@@ -146,6 +159,12 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens sampled so far, a stop token included."""
         return len(self.token_ids) - len(self.spec.prompt_token_ids)
+
+    def append(self, token_id: int) -> None:
+        """One more output token."""
+        self.token_ids.append(token_id)
+        if self.token_counts is not None:
+            self.token_counts.add(token_id)
 
     def move_to(self, status: SequenceStatus) -> None:
         """Take one step of `TRANSITIONS`; any other raises and changes nothing."""

@@ -7,9 +7,22 @@ from dataclasses import dataclass, field
 from typing import NewType
 
 from kv_transfer.geometry import BlockId
+from kv_transfer.logprobs import TokenLogprobs
 from workers.engine.sampling_params import SamplingParams
+from workers.engine.token_counts import SeenTokens
 
 SequenceId = NewType("SequenceId", int)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScoring:
+    """Which prompt tokens a chunk's rows are to be compared with."""
+
+    token_ids: tuple[int, ...]
+    """The token after that of the chunk's first row, of its second ...: the last row of a prompt
+    has none, what comes after it is sampled."""
+    num_top: int
+    """Alternatives for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +39,10 @@ class ScheduledSequence:
     """None for a prompt chunk that is not the last: nothing is sampled."""
     num_output_tokens: int = 0
     """Output tokens before this step (min_tokens counts them)."""
+    seen: SeenTokens | None = None
+    """The tokens before the one that is sampled; only where the sampling has penalties."""
+    scoring: PromptScoring | None = None
+    """For a prompt chunk whose tokens' log-probabilities are asked for."""
 
     @property
     def end(self) -> int:
@@ -52,5 +69,9 @@ class StepResult:
 
     step_id: int
     token_ids: Mapping[SequenceId, int]
+    logprobs: Mapping[SequenceId, TokenLogprobs] = field(default_factory=dict)
+    """Of the sampled tokens, for the sequences whose sampling asks for them."""
+    prompt_logprobs: Mapping[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """Of the tokens in `PromptScoring`, for each sequence that had one."""
     failed: Mapping[SequenceId, str] = field(default_factory=dict)
     """Sequences whose logits were not finite, with the reason: no token of theirs may be used."""

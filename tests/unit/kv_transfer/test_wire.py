@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kv_transfer.geometry import BlockId, LogicalBlock
 from kv_transfer.handoff import FirstToken, Grant, GrantedBlock, Verdict
+from kv_transfer.logprobs import TokenLogprobs
 from kv_transfer.transport import (
     CorruptTransferError,
     InvalidTransferError,
@@ -32,6 +33,14 @@ blocks = st.builds(
     generation=st.integers(0, 2**64 - 1),
     valid_tokens=st.integers(0, 2**32 - 1),
 )
+logprobs = st.builds(
+    TokenLogprobs,
+    logprob=st.floats(-1000, 0, width=32),
+    rank=st.integers(1, 2**20),
+    top=st.lists(st.tuples(st.integers(0, 2**20), st.floats(-1000, 0, width=32)), max_size=3).map(
+        tuple
+    ),
+)
 grants = st.builds(
     Grant,
     sequence_number=st.integers(0, 2**32 - 1),
@@ -41,7 +50,9 @@ grants = st.builds(
         FirstToken,
         token_id=st.integers(-(2**63), 2**63 - 1),
         num_hit_tokens=st.integers(0, 2**32 - 1),
+        logprobs=st.none() | logprobs,
     ),
+    prompt_logprobs=st.lists(logprobs, max_size=3).map(tuple),
 )
 
 
@@ -58,6 +69,14 @@ def test_a_grant_that_is_cut_or_padded_is_corrupt(grant, cut):
     for damaged in (packed[: max(0, len(packed) - cut)], packed + bytes(cut)):
         with pytest.raises(CorruptTransferError):
             wire.unpack_grant(damaged)
+
+
+@pytest.mark.parametrize("first", [None, FirstToken(token_id=3)])
+def test_a_grant_that_announces_log_probabilities_and_has_none_is_corrupt(first):
+    packed = bytearray(wire.pack_grant(Grant(sequence_number=0, blocks=(), first=first)))
+    packed[17] = True  # after number, last, token id and length
+    with pytest.raises(CorruptTransferError, match="first token"):
+        wire.unpack_grant(bytes(packed))
 
 
 @settings(max_examples=200, deadline=None)

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from kv_transfer.geometry import BlockId
 from tests.fakes.tiny_models import MAX_MODEL_LEN, SERVED, layout_of, make_model
 from workers.engine.attention.backend import build_metadata
+from workers.engine.attention.interface import use_packed_attention
 from workers.engine.attention.torch_cpu import TorchCpuBackend
 from workers.engine.build import build_runner
 from workers.engine.kv_cache import KVCache
@@ -17,7 +19,7 @@ from workers.engine.model_runner import RaggedModelRunner
 from workers.engine.runners.self_check import check_model
 from workers.engine.runners.stock import StockForward
 from workers.engine.sampling_params import SamplingParams
-from workers.engine.step import ScheduledSequence, SequenceId, StepPlan
+from workers.engine.step import PromptScoring, ScheduledSequence, SequenceId, StepPlan
 from workers.errors import UnsupportedModelError
 from workers.models.loading import GenerationDefaults, ModelInfo
 from workers.runner_choice import Architecture
@@ -51,6 +53,17 @@ def share(sequence_id, tokens, start=0, *, sampling=GREEDY, num_output_tokens=0)
         sampling=sampling,
         num_output_tokens=num_output_tokens,
     )
+
+
+def alone(model, token_ids) -> np.ndarray:
+    """fp64 log-probabilities `[tokens, vocabulary]` by the model's own attention."""
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
+    finally:
+        use_packed_attention(model)
+    return logits.double().log_softmax(dim=-1).numpy()
 
 
 def step(*sequences, step_id=0) -> StepPlan:
@@ -100,7 +113,44 @@ def test_a_sequence_with_a_hole_fails_alone(runner, kv_cache):
     result = runner.execute(step(share(0, [3], start=5), share(1, [7], start=6)))
 
     assert result.token_ids.keys() == {0}
-    assert result.failed == {1: "the logits for position 7 are not finite"}
+    assert result.failed == {1: "the logits up to position 7 are not finite"}
+
+
+def test_chunks_that_are_scored_get_their_own_rows(runner, model):
+    """Two in one step, beside a sequence that only samples; the first is not its prompt's last."""
+    first = replace(
+        share(0, [5, 6, 7], sampling=None),
+        scoring=PromptScoring(token_ids=(6, 7, 8), num_top=2),
+    )
+    last = replace(share(1, [9, 4, 3, 2]), scoring=PromptScoring(token_ids=(4, 3, 2), num_top=0))
+
+    result = runner.execute(step(first, last, share(2, [1, 2])))
+
+    assert result.token_ids.keys() == {1, 2}
+    assert result.prompt_logprobs.keys() == {0, 1}
+    for sequence, tokens in ((first, (5, 6, 7, 8)), (last, (9, 4, 3, 2))):
+        expected = alone(model, tokens)
+        found = result.prompt_logprobs[sequence.sequence_id]
+        assert [each.logprob for each in found] == pytest.approx(
+            [expected[place - 1, tokens[place]] for place in (1, 2, 3)], abs=1e-4
+        )
+        assert {len(each.top) for each in found} == {sequence.scoring.num_top}
+
+
+def test_a_scored_chunk_with_a_hole_fails_alone(runner, kv_cache):
+    runner.execute(step(share(0, [5, 6, 7, 8, 9]), share(1, [1, 2, 3, 4, 5, 6])))
+    kv_cache.poison([BlockId(1)])
+    scoring = PromptScoring(token_ids=(1,), num_top=1)
+
+    result = runner.execute(
+        step(
+            replace(share(0, [3], start=5, sampling=None), scoring=scoring),
+            replace(share(1, [7], start=6, sampling=None), scoring=scoring),
+        )
+    )
+
+    assert result.prompt_logprobs.keys() == {0}
+    assert result.failed.keys() == {1}
 
 
 def test_min_tokens_counts_the_tokens_before_the_step(runner):

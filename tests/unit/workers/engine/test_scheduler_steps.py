@@ -109,7 +109,11 @@ def test_stop_token_is_counted_but_not_passed_on():
     assert scheduler.take_events()[1:] == [
         TokensSampled(sequence_id=ZERO, token_ids=(11,)),
         SequenceFinished(
-            sequence_id=ZERO, reason=FinishReason.STOP, prompt_tokens=4, completion_tokens=2
+            sequence_id=ZERO,
+            reason=FinishReason.STOP,
+            prompt_tokens=4,
+            completion_tokens=2,
+            stop_token_id=7,
         ),
     ]
 
