@@ -113,7 +113,11 @@ def _served_model(settings: Settings) -> ServedModel:
             eos_token_ids=frozenset(read_eos_token_ids(path)),
             default_max_tokens=settings.limits.default_max_tokens,
             defaults=SamplingDefaults(
-                temperature=defaults.temperature, top_p=defaults.top_p, top_k=defaults.top_k
+                temperature=defaults.temperature,
+                top_p=defaults.top_p,
+                top_k=defaults.top_k,
+                min_p=defaults.min_p,
+                repetition_penalty=defaults.repetition_penalty,
             ),
             created=int(time.time()),
             runner=choose_runner(facts.architecture, window=window),

@@ -18,6 +18,7 @@ from deployments.openai.errors import InvalidRequestError, UnknownModelError
 from deployments.openai.models import ModelCard
 from deployments.openai.sampling import SEED_BITS, check_prompt_ids, choice_seed, sampling_params
 from deployments.openai.schema import (
+    Body,
     ChatBody,
     CompletionBody,
     Prompt,
@@ -27,6 +28,7 @@ from deployments.openai.schema import (
     template_message,
 )
 from deployments.pipeline import Backend, Run, SequencePlan
+from deployments.text.sequence_text import TextOptions
 from router.agent_step import AgentStep
 from router.policy import Decision
 from workers.engine.sampling_params import SamplingParams
@@ -45,7 +47,6 @@ __all__ = [
 ]
 
 Endpoint = Literal["completions", "chat_completions"]
-Body = CompletionBody | ChatBody
 
 
 class TextCodec(Protocol):
@@ -56,6 +57,9 @@ class TextCodec(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 text of one token; part of a character for some."""
 
 
 class ChatTemplate(Protocol):
@@ -118,6 +122,7 @@ class Generation:
     endpoint: Endpoint
     model: str
     pool: str
+    has_logprobs: bool
     plans: tuple[SequencePlan, ...]
     is_stream: bool
     include_usage: bool
@@ -236,9 +241,10 @@ class FrontService:
         """One plan for each choice: all of the first prompt, then all of the second ..."""
         num_choices = body.n or 1
         self._check_size(len(prompts), num_choices)
-        decode = partial(
-            model.codec.decode, skip_special_tokens=body.skip_special_tokens is not False
-        )
+        texts = [
+            _text_options(model.codec, body, number, token_ids)
+            for number, token_ids in enumerate(prompts)
+        ]
         # A client may use one request id twice at a time; a worker must not mix the two up.
         unique_id = f"{request_id}-{self._rng.getrandbits(32):08x}"
         return tuple(
@@ -252,8 +258,7 @@ class FrontService:
                     priority=body.priority or 0,
                     cache_salt=body.cache_salt or "",
                 ),
-                decode=decode,
-                stops=body.stop,
+                text=texts[index // num_choices],
             )
             for index, sampling in enumerate(self._samplings(model.card, body, prompts))
         )
@@ -311,6 +316,7 @@ class FrontService:
             endpoint=endpoint,
             model=body.model,
             pool=decision.pool,
+            has_logprobs=body.num_logprobs is not None,
             plans=plans,
             is_stream=bool(body.stream),
             include_usage=bool(options.include_usage),
@@ -318,3 +324,28 @@ class FrontService:
             arrived_at=arrived_at,
             deadline=arrived_at + timeout_s,
         )
+
+
+def _text_options(
+    codec: TextCodec, body: Body, number: int, token_ids: tuple[int, ...]
+) -> TextOptions:
+    """What the choices of the prompt of that number show."""
+    decode = partial(codec.decode, skip_special_tokens=body.skip_special_tokens is not False)
+    is_echoed, text = False, ""
+    if isinstance(body, CompletionBody) and (body.echo or body.logprobs is not None):
+        is_echoed = bool(body.echo)
+        given = body.prompt[number]
+        text = given if isinstance(given, str) else decode(given)
+    return TextOptions(
+        decode=decode,
+        token_bytes=codec.token_bytes,
+        stops=body.stop,
+        min_tokens=body.min_tokens or 0,
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        num_logprobs=body.num_logprobs,
+        num_prompt_logprobs=body.prompt_logprobs,
+        prompt_token_ids=token_ids,
+        prompt_text=text,
+        is_echoed=is_echoed,
+        has_output=body.max_tokens != 0,
+    )

@@ -132,6 +132,7 @@ class GenerationEndpoint:
             id=f"{'chatcmpl' if is_chat else 'cmpl'}-{generation.request_id}",
             created=int(self._front.wall_clock()),
             model=generation.model,
+            has_logprobs=generation.has_logprobs,
         )
 
 

@@ -17,7 +17,7 @@ from typing import Protocol, Self
 
 from deployments.openai.answer import Delta, Usage
 from deployments.openai.errors import GenerationFailedError
-from deployments.text.sequence_text import SequenceText
+from deployments.text.sequence_text import SequenceText, TextOptions
 from workers.messages import FailureCode, Finished, GenerateEvent, GenerateRequest, TokenFrame
 
 __all__ = ["Backend", "Run", "RunObserver", "SequencePlan"]
@@ -61,8 +61,7 @@ class SequencePlan:
     prompt_index: int
     request: GenerateRequest
     """Its timeout is filled in when it is sent."""
-    decode: Callable[[Sequence[int]], str]
-    stops: tuple[str, ...]
+    text: TextOptions
 
 
 class _Mailbox:
@@ -123,12 +122,7 @@ class _Call:
 
     def __init__(self, plan: SequencePlan) -> None:
         self.plan = plan
-        self.text = SequenceText(
-            index=plan.index,
-            decode=plan.decode,
-            stops=plan.stops,
-            min_tokens=plan.request.sampling.min_tokens,
-        )
+        self.text = SequenceText(plan.index, plan.text)
         self.last_token_at: float | None = None
 
 
@@ -239,7 +233,9 @@ class Run:
                 continue  # a late frame of an attempt that was given up
             if isinstance(event, TokenFrame):
                 self._observe_tokens(call)
-            self._mailbox.put(call.text.accept(event))
+            delta = call.text.accept(event)
+            if delta is not None:
+                self._mailbox.put(delta)
             if call.text.has_ended:
                 if isinstance(event, Finished):  # let it end by itself: nothing is to be cancelled
                     await anext(events, None)

@@ -18,6 +18,8 @@ class SamplingDefaults:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import TypeVar
 
 from deployments.openai.errors import InvalidRequestError
 from deployments.openai.models import ModelCard
-from deployments.openai.schema import GenerationBody
+from deployments.openai.schema import Body, GenerationBody
 from workers.engine.sampling_params import SamplingParams
 from workers.messages import FailureCode
 
@@ -21,7 +22,7 @@ _NUM_SEEDS = 1 << SEED_BITS
 
 
 def sampling_params(
-    body: GenerationBody, card: ModelCard, *, prompt_tokens: int, prompt_param: str, seed: int
+    body: Body, card: ModelCard, *, prompt_tokens: int, prompt_param: str, seed: int
 ) -> SamplingParams:
     """The sampling of one sequence; `InvalidRequestError` if the window has no room for it.
 
@@ -43,7 +44,13 @@ def sampling_params(
         temperature=_first(body.temperature, defaults.temperature, 1.0),
         top_p=_first(body.top_p, defaults.top_p, 1.0),
         top_k=max(0, _first(body.top_k, defaults.top_k, 0)),
-        min_p=_first(body.min_p, None, 0.0),
+        min_p=_first(body.min_p, defaults.min_p, 0.0),
+        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias=_logit_bias(body, card),
+        logprobs=body.num_logprobs,
+        prompt_logprobs=body.num_prompt_logprobs,
         seed=seed,
         stop_token_ids=_stop_token_ids(body, card),
     )
@@ -59,10 +66,14 @@ def choice_seed(seed: int, choice: int) -> int:
 
 def check_prompt_ids(token_ids: tuple[int, ...], card: ModelCard) -> None:
     """Refuse ids that the model has no embedding for."""
-    highest = max(token_ids)
+    _check_ids(token_ids, card, "prompt")
+
+
+def _check_ids(token_ids: Iterable[int], card: ModelCard, param: str) -> None:
+    highest = max(token_ids, default=0)
     if highest >= card.vocab_size:
         raise InvalidRequestError(
-            f"token id {highest} is outside the vocabulary, [0, {card.vocab_size})", param="prompt"
+            f"token id {highest} is outside the vocabulary, [0, {card.vocab_size})", param=param
         )
 
 
@@ -77,6 +88,8 @@ def _max_tokens(
         raise _context_error(card, what, prompt_param)
     if asked is None:
         return min(room, card.default_max_tokens)
+    if asked == 0:  # an echoed prompt: what is sampled after it is not shown
+        return 1
     if asked > room:
         what = f"the prompt has {prompt_tokens} tokens and {name} is {asked}, at most {room}"
         raise _context_error(card, what, name)
@@ -100,13 +113,13 @@ def _context_error(card: ModelCard, what: str, param: str) -> InvalidRequestErro
 
 def _stop_token_ids(body: GenerationBody, card: ModelCard) -> frozenset[int]:
     asked = frozenset(body.stop_token_ids or ())
-    unknown = [token_id for token_id in asked if token_id >= card.vocab_size]
-    if unknown:
-        raise InvalidRequestError(
-            f"token id {max(unknown)} is outside the vocabulary, [0, {card.vocab_size})",
-            param="stop_token_ids",
-        )
+    _check_ids(asked, card, "stop_token_ids")
     return asked if body.ignore_eos else asked | card.eos_token_ids
+
+
+def _logit_bias(body: GenerationBody, card: ModelCard) -> tuple[tuple[int, float], ...]:
+    _check_ids((token_id for token_id, _ in body.logit_bias), card, "logit_bias")
+    return body.logit_bias
 
 
 def _first(given: Value | None, default: Value | None, neutral: Value) -> Value:

@@ -7,6 +7,7 @@ names it: none is dropped in silence but the few that OpenAI's service keeps for
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -17,6 +18,7 @@ from deployments.openai.body import OtherFields, parse
 from deployments.openai.errors import InvalidRequestError
 
 __all__ = [
+    "Body",
     "ChatBody",
     "ChatMessage",
     "CompletionBody",
@@ -31,7 +33,11 @@ __all__ = [
 Prompt = str | tuple[int, ...]
 """Text, or the token ids of it."""
 
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 MAX_STOPS = 16
+MAX_LOGPROBS = 20
+MAX_BIAS = 100
+MAX_BIASED_TOKENS = 1024
 MAX_CHOICES = 128
 """Of any server; `limits.max_choices` is that of one."""
 _INT32_MAX = 2**31 - 1
@@ -75,6 +81,25 @@ def _stops(value: Any) -> tuple[str, ...]:
     if not all(stops):
         raise _invalid("a stop string must not be empty")
     return tuple(dict.fromkeys(stops))
+
+
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """`logit_bias` as (token id, bias) pairs; JSON has ids as names, so as strings."""
+    if value is not None and not isinstance(value, dict):
+        raise _invalid("must be an object of token ids and numbers")
+    biases = value or {}
+    if len(biases) > MAX_BIASED_TOKENS:
+        raise _invalid(f"at most {MAX_BIASED_TOKENS} tokens, not {len(biases)}")
+    for name, bias in biases.items():
+        if not _TOKEN_ID.fullmatch(name):
+            raise _invalid(f"{name[:32]!r} is not a token id")
+        if not _is_number(bias) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise _invalid(f"the bias of token {name} must be a number from -100 to 100")
+    return tuple((int(name), float(bias)) for name, bias in biases.items())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _content(value: Any) -> str | None:
@@ -129,6 +154,24 @@ _ContentField = Annotated[
 _TokenId = Annotated[int, Field(ge=0)]
 
 
+_LogitBiasField = Annotated[
+    tuple[tuple[int, float], ...],
+    PlainValidator(_logit_bias),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+                    "maxProperties": MAX_BIASED_TOKENS,
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -163,6 +206,20 @@ class GenerationBody(_Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=_INT32_MAX, description="0 and -1 keep all tokens.")
     min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=100, description="Of tokens in prompt and output; 1 has no effect."
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Of output tokens, for each time that they came."
+    )
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Of output tokens, once.")
+    logit_bias: _LogitBiasField = ()
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Log-probabilities of prompt tokens, with so many alternatives.",
+    )
     seed: int | None = Field(None, ge=_INT64_MIN, le=_INT64_MAX)
     stop: _StopField = ()
     stop_token_ids: list[_TokenId] | None = Field(None, max_length=256)
@@ -183,13 +240,35 @@ class GenerationBody(_Strict):
     )
 
 
-Body = TypeVar("Body", bound=GenerationBody)
-
-
 class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
 
     prompt: _PromptField
+    max_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=_INT32_MAX,
+        description="As in chat; 0 is allowed with echo: the prompt alone is answered.",
+    )
+    echo: bool | None = Field(None, description="The text begins with the prompt.")
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=5,
+        description="Log-probabilities of the text's tokens, with so many alternatives.",
+    )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives of each token of the text; None if no log-probabilities are asked for."""
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives of each prompt token that are needed, for whichever field."""
+        echoed = self.logprobs if self.echo else None
+        asked = [number for number in (self.prompt_logprobs, echoed) if number is not None]
+        return max(asked, default=None)
 
 
 class ChatMessage(_Strict):
@@ -211,16 +290,28 @@ class ChatBody(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1)
+    logprobs: bool | None = Field(None, description="Log-probabilities of the text's tokens.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="Alternatives of each; needs logprobs."
+    )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives of each token of the text; None if no log-probabilities are asked for."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives of each prompt token."""
+        return self.prompt_logprobs
+
+
+Body = CompletionBody | ChatBody
+AnyBody = TypeVar("AnyBody", bound=GenerationBody)
 
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "prompt_logprobs": (),
-    "echo": (False,),
     "use_beam_search": (False,),
     "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,),
@@ -247,15 +338,14 @@ _IGNORED = (
     "prompt_cache_retention",
 )
 _COMPLETION = OtherFields(
-    neutral={**_NEUTRAL, "logprobs": (), "suffix": ("",), "best_of": (1,)},
+    neutral={**_NEUTRAL, "suffix": ("",), "best_of": (1,)},
     ignored=_IGNORED,
     nested={"stream_options": StreamOptions},
 )
 _CHAT = OtherFields(
     neutral={
         **_NEUTRAL,
-        "logprobs": (False,),
-        "top_logprobs": (0,),
+        "echo": (False,),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "parallel_tool_calls": (True, False),
@@ -282,12 +372,20 @@ _CHAT = OtherFields(
 
 def parse_completion(body: Mapping[str, Any]) -> CompletionBody:
     """Check a completions body; `InvalidRequestError` names what is wrong."""
-    return _checked(parse(CompletionBody, body, _COMPLETION))
+    checked = _checked(parse(CompletionBody, body, _COMPLETION))
+    if checked.max_tokens == 0 and not checked.echo:
+        raise InvalidRequestError("must be at least 1 without echo", param="max_tokens")
+    return checked
 
 
 def parse_chat(body: Mapping[str, Any]) -> ChatBody:
     """Check a chat completions body; `InvalidRequestError` names what is wrong."""
-    return _checked(parse(ChatBody, body, _CHAT))
+    checked = _checked(parse(ChatBody, body, _CHAT))
+    if checked.top_logprobs and not checked.logprobs:
+        raise InvalidRequestError(
+            "top_logprobs are allowed only when logprobs is true", param="top_logprobs"
+        )
+    return checked
 
 
 def template_message(message: ChatMessage) -> dict[str, Any]:
@@ -316,7 +414,7 @@ def _template_call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _checked(body: Body) -> Body:
+def _checked(body: AnyBody) -> AnyBody:
     """What concerns more than one field."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from deployments.openai.answer import Delta, Ending, Usage
+from deployments.openai.answer import Delta, Ending, TokenEntry, Usage
 from deployments.openai.errors import error_reply
+from deployments.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 
 __all__ = [
     "KEEP_ALIVE",
@@ -40,6 +41,8 @@ class Choice:
     index: int
     text: str
     ending: Ending
+    tokens: tuple[TokenEntry, ...]
+    prompt: tuple[TokenEntry, ...] | None
 
 
 class Dialect(Protocol):
@@ -48,8 +51,8 @@ class Dialect(Protocol):
     def opening(self, index: int) -> dict[str, Any] | None:
         """The chunk before a choice's first text, where there is one."""
 
-    def text_chunk(self, index: int, text: str) -> dict[str, Any]:
-        """Text of a choice."""
+    def text_chunk(self, delta: Delta) -> dict[str, Any]:
+        """Text of a choice, with its tokens."""
 
     def end_chunk(self, index: int, ending: Ending) -> dict[str, Any]:
         """The end of a choice."""
@@ -68,6 +71,8 @@ class _Head:
     id: str
     created: int
     model: str
+    has_logprobs: bool = False
+    """Whether the client asks for the text's tokens."""
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -81,12 +86,8 @@ class _Head:
 
 def _ending_fields(ending: Ending | None) -> dict[str, Any]:
     if ending is None:
-        return {"logprobs": None, "finish_reason": None}
-    return {
-        "logprobs": None,
-        "finish_reason": ending.finish_reason,
-        "stop_reason": ending.stop_reason,
-    }
+        return {"finish_reason": None}
+    return {"finish_reason": ending.finish_reason, "stop_reason": ending.stop_reason}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +97,14 @@ class CompletionDialect(_Head):
     def opening(self, index: int) -> None:
         """Completions have no opening chunk."""
 
-    def text_chunk(self, index: int, text: str) -> dict[str, Any]:
-        """Text of a choice."""
-        return self._choice(index, text, None)
+    def text_chunk(self, delta: Delta) -> dict[str, Any]:
+        """Text of a choice, with its tokens."""
+        logprobs = completion_logprobs(delta.tokens) if delta.tokens else None
+        return self._chunk(delta.index, delta.text, logprobs, None, delta.prompt)
 
     def end_chunk(self, index: int, ending: Ending) -> dict[str, Any]:
         """The end of a choice."""
-        return self._choice(index, "", ending)
+        return self._chunk(index, "", None, ending, None)
 
     def usage_chunk(self) -> dict[str, Any]:
         """The chunk that carries the usage and no choice."""
@@ -113,14 +115,30 @@ class CompletionDialect(_Head):
         return self._object(
             "text_completion",
             [
-                {"index": choice.index, "text": choice.text, **_ending_fields(choice.ending)}
+                self._choice(
+                    choice.index,
+                    choice.text,
+                    completion_logprobs(choice.tokens) if self.has_logprobs else None,
+                    choice.ending,
+                    choice.prompt,
+                )
                 for choice in choices
             ],
         )
 
-    def _choice(self, index: int, text: str, ending: Ending | None) -> dict[str, Any]:
-        choice = {"index": index, "text": text, **_ending_fields(ending)}
-        return self._object("text_completion", [choice])
+    def _chunk(self, index: int, *fields: Any) -> dict[str, Any]:
+        return self._object("text_completion", [self._choice(index, *fields)])
+
+    @staticmethod
+    def _choice(
+        index: int,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        ending: Ending | None,
+        prompt: tuple[TokenEntry, ...] | None,
+    ) -> dict[str, Any]:
+        choice = {"index": index, "text": text, "logprobs": logprobs, **_ending_fields(ending)}
+        return choice if prompt is None else {**choice, "prompt_logprobs": prompt_logprobs(prompt)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,15 +147,17 @@ class ChatDialect(_Head):
 
     def opening(self, index: int) -> dict[str, Any]:
         """The role, before any text."""
-        return self._choice(index, {"role": "assistant", "content": ""}, None)
+        return self._chunk(index, {"role": "assistant", "content": ""})
 
-    def text_chunk(self, index: int, text: str) -> dict[str, Any]:
-        """Text of a choice."""
-        return self._choice(index, {"content": text}, None)
+    def text_chunk(self, delta: Delta) -> dict[str, Any]:
+        """Text of a choice, with its tokens."""
+        logprobs = chat_logprobs(delta.tokens) if delta.tokens else None
+        chunk = self._chunk(delta.index, {"content": delta.text}, logprobs=logprobs)
+        return _with_prompt(chunk, delta.prompt)
 
     def end_chunk(self, index: int, ending: Ending) -> dict[str, Any]:
         """The end of a choice."""
-        return self._choice(index, {}, ending)
+        return self._chunk(index, {}, ending=ending)
 
     def usage_chunk(self) -> dict[str, Any]:
         """The chunk that carries the usage and no choice."""
@@ -145,21 +165,36 @@ class ChatDialect(_Head):
 
     def body(self, choices: Iterable[Choice]) -> dict[str, Any]:
         """A whole answer without its usage."""
-        return self._object(
+        shown = list(choices)
+        body = self._object(
             "chat.completion",
             [
                 {
                     "index": choice.index,
                     "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                    "logprobs": chat_logprobs(choice.tokens) if self.has_logprobs else None,
                     **_ending_fields(choice.ending),
                 }
-                for choice in choices
+                for choice in shown
             ],
         )
+        return _with_prompt(body, next((choice.prompt for choice in shown), None))
 
-    def _choice(self, index: int, delta: dict[str, Any], ending: Ending | None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, **_ending_fields(ending)}
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: dict[str, Any] | None = None,
+        ending: Ending | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, **_ending_fields(ending)}
         return self._object("chat.completion.chunk", [choice])
+
+
+def _with_prompt(answer: dict[str, Any], prompt: tuple[TokenEntry, ...] | None) -> dict[str, Any]:
+    """An answer has one prompt, however many choices."""
+    return answer if prompt is None else {**answer, "prompt_logprobs": prompt_logprobs(prompt)}
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -195,8 +230,8 @@ class StreamEncoder:
         if delta.index not in self._completion_tokens:
             chunks.append(self._dialect.opening(delta.index))
         self._completion_tokens[delta.index] = delta.completion_tokens
-        if delta.text:
-            chunks.append(self._dialect.text_chunk(delta.index, delta.text))
+        if delta.text or delta.tokens or delta.prompt is not None:
+            chunks.append(self._dialect.text_chunk(delta))
         if delta.ending is not None:
             chunks.append(self._dialect.end_chunk(delta.index, delta.ending))
         return b"".join(self._event(chunk) for chunk in chunks if chunk is not None)
@@ -231,14 +266,21 @@ def _data(value: Mapping[str, Any]) -> bytes:
 
 def collect(dialect: Dialect, deltas: Iterable[Delta], usage: Usage) -> bytes:
     """The body of an answer without streaming, from the same deltas that a stream is made of."""
-    texts: dict[int, list[str]] = {}
-    endings: dict[int, Ending] = {}
+    of_choice: dict[int, list[Delta]] = {}
     for delta in deltas:
-        texts.setdefault(delta.index, []).append(delta.text)
-        if delta.ending is not None:
-            endings[delta.index] = delta.ending
-    choices = [
-        Choice(index=index, text="".join(texts[index]), ending=endings[index])
-        for index in sorted(texts)
-    ]
+        of_choice.setdefault(delta.index, []).append(delta)
+    choices = [_joined(of_choice[index]) for index in sorted(of_choice)]
     return to_json({**dialect.body(choices), "usage": usage_object(usage)})
+
+
+def _joined(deltas: Sequence[Delta]) -> Choice:
+    """All deltas of a choice, whose last one has its end."""
+    ending = deltas[-1].ending
+    assert ending is not None, "a choice without an end"
+    return Choice(
+        index=deltas[0].index,
+        text="".join(delta.text for delta in deltas),
+        ending=ending,
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
+        prompt=deltas[0].prompt,
+    )

@@ -10,6 +10,8 @@ from typing import Self
 
 from tokenizers import Tokenizer
 
+from deployments.text.vocabulary import Vocabulary
+
 __all__ = ["TextTokenizer"]
 
 _INLINE_CHARACTERS = 2048
@@ -26,6 +28,7 @@ class TextTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._executor = executor
+        self._vocabulary = Vocabulary(tokenizer)
 
     @classmethod
     def from_directory(cls, directory: Path, executor: Executor) -> Self:
@@ -47,6 +50,10 @@ class TextTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids without a text are left out."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """A token's own text in UTF-8, special or not; part of a character for some."""
+        return self._vocabulary.token_bytes(token_id)
 
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)

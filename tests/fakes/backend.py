@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import replace
 
+from kv_transfer.logprobs import TokenLogprobs
 from workers.messages import (
     Finished,
     FinishReason,
     GenerateEvent,
     GenerateRequest,
+    PromptFrame,
     TokenFrame,
 )
 
-__all__ = ["FakeBackend", "Step", "finished", "frame", "frames", "tokens_then_end"]
+__all__ = [
+    "FakeBackend",
+    "Step",
+    "finished",
+    "frame",
+    "frames",
+    "made_up",
+    "scored_frames",
+    "tokens_then_end",
+]
 
 Step = GenerateEvent | asyncio.Event | Exception
 """An event is yielded, an `asyncio.Event` is waited for, an exception is raised."""
@@ -75,6 +87,25 @@ def frames(token_ids: Sequence[int], sizes: Sequence[int] = ()) -> list[TokenFra
     return [*cut, *(frame(token_id) for token_id in rest)]
 
 
+def made_up(token_id: int, num_top: int) -> TokenLogprobs:
+    """Log-probabilities of a token that follow from it; it is the second likeliest itself."""
+    logprob = -1.0 - token_id % 64 / 64
+    likelier, *others = (each for each in range(2, 40) if each != token_id)
+    top = [(likelier, -0.5), (token_id, logprob)]
+    top += [(each, -4.0 - place) for place, each in enumerate(others)]
+    return TokenLogprobs(logprob=logprob, rank=2, top=tuple(top[:num_top]))
+
+
+def scored_frames(
+    token_ids: Sequence[int], num_top: int, sizes: Sequence[int] = ()
+) -> list[TokenFrame]:
+    """`frames` of tokens whose log-probabilities were asked for."""
+    return [
+        replace(each, logprobs=tuple(made_up(token_id, num_top) for token_id in each.token_ids))
+        for each in frames(token_ids, sizes)
+    ]
+
+
 def finished(
     request: GenerateRequest,
     completion_tokens: int,
@@ -96,10 +127,19 @@ def finished(
 def tokens_then_end(
     token_ids: Sequence[int], reason: FinishReason = FinishReason.LENGTH
 ) -> Callable[[GenerateRequest], list[Step]]:
-    """A script: these tokens, as far as max_tokens allows, then the end."""
+    """A script: these tokens, as far as max_tokens allows, with what is asked of them; the end."""
 
     def script(request: GenerateRequest) -> list[Step]:
-        allowed = token_ids[: request.sampling.max_tokens]
-        return [*frames(allowed), finished(request, len(allowed), reason=reason)]
+        sampling, prompt = request.sampling, request.prompt_token_ids
+        allowed = token_ids[: sampling.max_tokens]
+        steps: list[Step] = [finished(request, len(allowed), reason=reason)]
+        if sampling.logprobs is None:
+            steps = [*frames(allowed), *steps]
+        else:
+            steps = [*scored_frames(allowed, sampling.logprobs), *steps]
+        if sampling.prompt_logprobs is None:
+            return steps
+        scored = tuple(made_up(each, sampling.prompt_logprobs) for each in prompt[1:])
+        return [PromptFrame(attempt=request.attempt, logprobs=scored), *steps]
 
     return script

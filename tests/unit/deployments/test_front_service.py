@@ -73,7 +73,7 @@ async def test_sampling_goes_down_as_asked(front):
     assert plan.request.sampling.max_tokens == 3
     assert plan.request.sampling.temperature == 0
     assert plan.request.sampling.stop_token_ids == {9, EOS}
-    assert (plan.request.priority, plan.stops) == (-2, ("x",))
+    assert (plan.request.priority, plan.text.stops) == (-2, ("x",))
 
 
 async def test_salt_goes_down_with_every_choice_and_is_shown_nowhere(front):
@@ -84,8 +84,8 @@ async def test_salt_goes_down_with_every_choice_and_is_shown_nowhere(front):
 
 
 async def test_special_tokens_are_shown_on_request(front, codec):
-    shown = (await prepared(front, skip_special_tokens=False)).plans[0].decode
-    hidden = (await prepared(front)).plans[0].decode
+    shown = (await prepared(front, skip_special_tokens=False)).plans[0].text.decode
+    hidden = (await prepared(front)).plans[0].text.decode
     assert (shown([0]), hidden([0])) == ("<|start|>", "")
 
 

@@ -19,7 +19,7 @@ from tests.fakes.front import MODEL, ids_of, make_codec, make_front
 PATHS = st.sampled_from(["/v1/completions", "/v1/chat/completions"])
 FIELDS = sorted(
     {*CompletionBody.model_fields, *ChatBody.model_fields}
-    | {"logprobs", "logit_bias", "tools", "response_format", "echo", "user", "best_of", "x"}
+    | {"tools", "response_format", "user", "best_of", "x"}
 )
 
 scalars = (
@@ -60,6 +60,13 @@ wishes = st.fixed_dictionaries(
         "seed": st.integers(-(2**63), 2**63 - 1),
         "ignore_eos": st.booleans(),
         "skip_special_tokens": st.booleans(),
+        "prompt_logprobs": st.integers(0, 20),
+        "frequency_penalty": st.floats(-2, 2),
+        "presence_penalty": st.integers(-2, 2),
+        "repetition_penalty": st.floats(0.1, 2),
+        "logit_bias": st.dictionaries(
+            st.integers(0, 300).map(str), st.floats(-100, 100), max_size=3
+        ),
     },
 )
 prompts = (
@@ -75,12 +82,25 @@ messages = st.lists(
 good_requests = st.one_of(
     st.tuples(
         st.just("/v1/completions"),
-        st.builds(lambda prompt, more: {"model": MODEL, "prompt": prompt, **more}, prompts, wishes),
+        st.builds(
+            lambda prompt, more, own: {"model": MODEL, "prompt": prompt, **more, **own},
+            prompts,
+            wishes,
+            st.fixed_dictionaries(
+                {}, optional={"logprobs": st.integers(0, 5), "echo": st.booleans()}
+            ),
+        ),
     ),
     st.tuples(
         st.just("/v1/chat/completions"),
         st.builds(
-            lambda turns, more: {"model": MODEL, "messages": turns, **more}, messages, wishes
+            lambda turns, more, own: {"model": MODEL, "messages": turns, **more, **own},
+            messages,
+            wishes,
+            st.just({})
+            | st.builds(
+                lambda number: {"logprobs": True, "top_logprobs": number}, st.integers(0, 20)
+            ),
         ),
     ),
 )

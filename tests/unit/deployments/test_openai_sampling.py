@@ -80,11 +80,38 @@ def test_min_tokens_cannot_exceed_the_limit():
 
 
 def test_the_models_defaults_hold_where_the_body_says_nothing():
-    card = replace(CARD, defaults=SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20))
+    defaults = SamplingDefaults(
+        temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1
+    )
+    card = replace(CARD, defaults=defaults)
     own = sampling(card=card)
     assert (own.temperature, own.top_p, own.top_k) == (0.6, 0.9, 20)
-    given = sampling(card=card, temperature=0, top_p=1, top_k=-1, min_p=0.2)
+    assert (own.min_p, own.repetition_penalty) == (0.1, 1.1)
+    given = sampling(card=card, temperature=0, top_p=1, top_k=-1, min_p=0.2, repetition_penalty=1)
     assert (given.temperature, given.top_p, given.top_k, given.min_p) == (0, 1, 0, 0.2)
+    assert given.repetition_penalty == 1
+
+
+def test_penalties_bias_and_log_probabilities_go_down_as_they_are():
+    """Rows 76 and 77: each has its own meaning."""
+    asked = sampling(
+        repetition_penalty=1.3,
+        frequency_penalty=-0.5,
+        presence_penalty=2,
+        logit_bias={"0": -100, "49": 3},
+        logprobs=2,
+        prompt_logprobs=4,
+    )
+    assert asked.repetition_penalty == 1.3
+    assert (asked.frequency_penalty, asked.presence_penalty) == (-0.5, 2)
+    assert asked.logit_bias == ((0, -100), (49, 3))
+    assert (asked.logprobs, asked.prompt_logprobs) == (2, 4)
+    assert sampling(echo=True, logprobs=2).prompt_logprobs == 2
+
+
+def test_an_echo_without_output_samples_one_token_that_is_not_shown():
+    assert sampling(echo=True, max_tokens=0).max_tokens == 1
+    assert refusal(prompt_tokens=100, echo=True, max_tokens=0).param == "prompt"
 
 
 def test_ignore_eos_ignores_every_end_token_but_not_the_clients():
@@ -102,6 +129,9 @@ def test_ids_outside_the_vocabulary_are_refused():
     assert caught.value.param == "prompt"
     assert sampling(stop_token_ids=[49]).stop_token_ids == {1, 2, 49}
     assert refusal(stop_token_ids=[50]).param == "stop_token_ids"
+    biased = refusal(logit_bias={"49": 1, "50": 5})  # row 4
+    assert biased.param == "logit_bias"
+    assert "50" in biased.message
 
 
 def test_seeds_of_choices_are_fixed_distinct_and_fit_63_bits():

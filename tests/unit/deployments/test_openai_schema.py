@@ -120,6 +120,31 @@ BAD_VALUES = [
     ("stream", "true"),
     ("stream", 1),
     ("stream_options", []),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1.0),
+    ("repetition_penalty", 100.5),
+    ("repetition_penalty", True),
+    ("frequency_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("frequency_penalty", False),
+    ("presence_penalty", 2.01),
+    ("presence_penalty", "1"),
+    ("prompt_logprobs", -1),  # row 22
+    ("prompt_logprobs", 21),
+    ("prompt_logprobs", True),
+    ("logit_bias", []),
+    ("logit_bias", {"AI": -100}),  # row 5
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"01": 1}),
+    ("logit_bias", {"1.0": 1}),
+    ("logit_bias", {"\u0661": 1}),
+    ("logit_bias", {"9" * 5000: 1}),
+    ("logit_bias", {"1": 100.5}),
+    ("logit_bias", {"1": -101}),
+    ("logit_bias", {"1": True}),
+    ("logit_bias", {"1": None}),
+    ("logit_bias", {"1": "5"}),
+    ("logit_bias", {str(token_id): 1 for token_id in range(1025)}),
     ("priority", 101),
     ("priority", 0.5),
     ("cache_salt", ""),
@@ -143,6 +168,12 @@ GOOD_VALUES = [
     ("top_p", 0.01),
     ("top_k", -1),
     ("min_p", 1),
+    ("repetition_penalty", 0.01),
+    ("repetition_penalty", 100),
+    ("frequency_penalty", -2),
+    ("presence_penalty", 2),
+    ("prompt_logprobs", 0),
+    ("prompt_logprobs", 20),
     ("seed", -1),
     ("seed", 2**63 - 1),
     ("seed", -(2**63)),
@@ -171,13 +202,81 @@ def test_stop_is_a_string_or_a_list(stop, stops):
     assert parse_completion({**COMPLETION, "stop": stop}).stop == stops
 
 
+def test_a_logit_bias_is_read_as_ids_and_numbers():
+    bias = {"0": -100, "7": 0.5, "49151": 100}
+    assert parse_chat({**CHAT, "logit_bias": bias}).logit_bias == (
+        (0, -100.0),
+        (7, 0.5),
+        (49151, 100.0),
+    )
+    assert parse_chat({**CHAT, "logit_bias": {}}) == parse_chat(CHAT)
+
+
+@pytest.mark.parametrize("value", [-1, 6, True, 1.0])
+def test_completions_take_a_number_of_log_probabilities_up_to_5(value):
+    assert refusal(parse_completion, {**COMPLETION, "logprobs": value}).param == "logprobs"
+    asked = [parse_completion({**COMPLETION, "logprobs": number}) for number in (None, 0, 5)]
+    assert [body.num_logprobs for body in asked] == [None, 0, 5]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
+    ],
+)
+def test_chat_takes_log_probabilities_or_not_and_their_number_apart(fields, param):
+    assert refusal(parse_chat, {**CHAT, **fields}).param == param
+
+
+def test_chats_log_probabilities_do_not_need_a_number():
+    """Row 68."""
+    asked: list[dict] = [
+        {},
+        {"logprobs": False, "top_logprobs": 0},
+        {"logprobs": True},
+        {"logprobs": True, "top_logprobs": 0},
+        {"logprobs": True, "top_logprobs": 20},
+    ]
+    assert [parse_chat({**CHAT, **fields}).num_logprobs for fields in asked] == [
+        None,
+        None,
+        0,
+        0,
+        20,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "number"),
+    [
+        ({}, None),
+        ({"logprobs": 3}, None),
+        ({"echo": True}, None),
+        ({"echo": True, "logprobs": 3}, 3),
+        ({"prompt_logprobs": 2}, 2),
+        ({"prompt_logprobs": 2, "echo": True, "logprobs": 0}, 2),
+        ({"prompt_logprobs": 0, "echo": True, "logprobs": 4}, 4),
+    ],
+)
+def test_an_echoed_prompt_is_scored_like_the_text_after_it(fields, number):
+    assert parse_completion({**COMPLETION, **fields}).num_prompt_logprobs == number
+
+
+def test_no_output_is_asked_for_only_with_an_echo():
+    """Rows 16 and 43."""
+    assert refusal(parse_completion, {**COMPLETION, "max_tokens": 0}).param == "max_tokens"
+    assert parse_completion({**COMPLETION, "max_tokens": 0, "echo": True}).max_tokens == 0
+
+
 UNSUPPORTED = [
-    (parse_completion, "logprobs", 0, [None]),
-    (parse_completion, "echo", True, [None, False]),  # row 43
     (parse_completion, "suffix", "x", [None, ""]),
     (parse_completion, "best_of", 2, [None, 1]),
-    (parse_chat, "logprobs", True, [None, False]),
-    (parse_chat, "top_logprobs", 2, [None, 0]),
+    (parse_chat, "echo", True, [None, False]),
     (parse_chat, "tools", [{"type": "function"}], [None, []]),
     (parse_chat, "tool_choice", "required", [None, "none", "auto"]),
     (parse_chat, "tool_choice", {"type": "function"}, [None]),
@@ -186,17 +285,9 @@ UNSUPPORTED = [
         (parser, name, value, neutral)
         for parser in (parse_completion, parse_chat)
         for name, value, neutral in (
-            ("logit_bias", {"49152": 5}, [None, {}]),  # rows 4 and 79
-            ("logit_bias", {"AI": -100}, [None]),  # row 5
-            ("presence_penalty", 0.5, [None, 0, 0.0]),
-            ("frequency_penalty", 0.5, [None, 0]),  # rows 76 and 77
-            ("frequency_penalty", False, [None]),
-            ("repetition_penalty", 1.3, [None, 1, 1.0]),
-            ("repetition_penalty", True, [None]),
             ("response_format", {"type": "json_schema", "schema": {}}, [None]),  # row 9
             ("response_format", {"type": "yaml"}, [{"type": "text"}]),  # row 28
             ("structured_outputs", {"json_object": False}, [None]),  # row 7
-            ("prompt_logprobs", -1, [None]),  # row 22
         )
     ),
 ]

@@ -11,6 +11,7 @@ import pytest
 from deployments.openai.answer import Delta, Usage
 from deployments.openai.errors import GenerationFailedError
 from deployments.pipeline import Run, SequencePlan
+from deployments.text.sequence_text import TextOptions
 from tests.fakes.backend import FakeBackend, Step, finished, frame, tokens_then_end
 from tests.fakes.clock import FakeClock
 from workers.engine.sampling_params import SamplingParams
@@ -51,8 +52,7 @@ def plan(index: int, prompt_index: int = 0, stops: tuple[str, ...] = ()) -> Sequ
             prompt_token_ids=PROMPT,
             sampling=SamplingParams(max_tokens=8, seed=index),
         ),
-        decode=decode,
-        stops=stops,
+        text=TextOptions(decode=decode, token_bytes=lambda _: b"", stops=stops),
     )
 
 
