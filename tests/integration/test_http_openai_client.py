@@ -137,6 +137,65 @@ def test_a_stop_string_ends_the_text_before_itself(client, stream):
     assert choices[-1].finish_reason == "stop"
 
 
+def test_an_echo_scores_the_same_tokens_in_every_shape(client):
+    """The prompt is long enough to be computed by prefill, and the first token with it."""
+    prompt = list(range(1000, 1200))
+    fields: Any = {**GREEDY, "prompt": prompt, "logprobs": 3}
+
+    echoed = client.completions.create(echo=True, extra_body={"prompt_logprobs": 5}, **fields)
+    (choice,) = echoed.choices
+    alone = client.completions.create(**fields).choices[0].logprobs
+    chunks = list(client.completions.create(echo=True, stream=True, **fields))
+    *_, last = client.completions.create(echo=True, **{**fields, "max_tokens": 0}).choices
+
+    logprobs = choice.logprobs
+    assert logprobs.token_logprobs[0] is None
+    assert len(logprobs.tokens) == len(prompt) + 16
+    assert logprobs.tokens[len(prompt) :] == alone.tokens
+    assert logprobs.text_offset[len(prompt) :] == alone.text_offset
+    assert logprobs.token_logprobs[len(prompt) :] == pytest.approx(alone.token_logprobs, abs=1e-4)
+    assert last.logprobs.tokens == logprobs.tokens[: len(prompt)]
+    assert last.logprobs.token_logprobs[1:] == pytest.approx(
+        logprobs.token_logprobs[1 : len(prompt)], abs=1e-4
+    )
+    parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [token for part in parts for token in part.tokens] == logprobs.tokens
+    # What vLLM's field says of the prompt is what the echo says.
+    for place, (entry, token_id) in enumerate(zip(choice.prompt_logprobs, prompt, strict=True)):
+        if place:
+            assert entry[str(token_id)]["logprob"] == logprobs.token_logprobs[place]
+
+
+def test_greedy_tokens_are_the_likeliest_of_their_alternatives(client):
+    answer = client.chat.completions.create(
+        messages=MESSAGES, logprobs=True, top_logprobs=2, **GREEDY
+    )
+
+    content = answer.choices[0].logprobs.content
+    assert len(content) in (answer.usage.completion_tokens, answer.usage.completion_tokens - 1)
+    for entry in content:
+        assert entry.top_logprobs[0].token == entry.token
+        assert entry.top_logprobs[0].logprob == entry.logprob
+        assert len(entry.top_logprobs) == 2
+    text = b"".join(bytes(entry.bytes) for entry in content).decode()
+    assert text == answer.choices[0].message.content
+
+
+def test_penalties_and_bias_have_their_effect(client):
+    """Rows 76, 77 and 79."""
+    fields: Any = {**GREEDY, "prompt": "la la la la la la la", "logprobs": 0}
+    free = client.completions.create(**fields).choices[0].logprobs.tokens
+    penalized = client.completions.create(**fields, frequency_penalty=2).choices[0].logprobs.tokens
+    banned_id = client.completions.create(
+        **fields, extra_body={"prompt_logprobs": 0}
+    ).choices[0].prompt_logprobs[-1].popitem()[0]  # fmt: skip
+    banned = client.completions.create(**fields, logit_bias={banned_id: -100})
+
+    assert max(map(free.count, free)) > max(map(penalized.count, penalized))
+    assert free.count(" la") > 3
+    assert " la" not in banned.choices[0].logprobs.tokens
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_beyond_the_window_is_the_clients_bad_request(client, stream):
     with pytest.raises(openai.BadRequestError) as raised:
@@ -153,6 +212,10 @@ def test_a_prompt_beyond_the_window_is_the_clients_bad_request(client, stream):
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"n": 1000}, "n"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logit_bias": {"49152": 5}}, "logit_bias"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
         ({"extra_body": {"no_such_parameter": 1}}, "no_such_parameter"),
     ],
 )
