@@ -335,6 +335,7 @@ class Scheduler:
                 max_tokens = min(max_tokens, scored_budget)
             if max_tokens == 0:
                 continue
+            self._holdings.catch_up(sequence)
             chunk = _prompt_chunk(sequence, max_tokens)
             budget -= len(chunk.token_ids)
             scored_budget -= len(chunk.token_ids) if is_scored else 0

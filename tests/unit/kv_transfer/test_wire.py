@@ -74,7 +74,7 @@ def test_a_grant_that_is_cut_or_padded_is_corrupt(grant, cut):
 @pytest.mark.parametrize("first", [None, FirstToken(token_id=3)])
 def test_a_grant_that_announces_log_probabilities_and_has_none_is_corrupt(first):
     packed = bytearray(wire.pack_grant(Grant(sequence_number=0, blocks=(), first=first)))
-    packed[17] = True  # after number, last, token id and length
+    packed[21] = True  # after number, last, token id, hit and length
     with pytest.raises(CorruptTransferError, match="first token"):
         wire.unpack_grant(bytes(packed))
 

@@ -109,3 +109,20 @@ async def test_a_stop_token_is_named():
     assert end.stop_token_id == second
     assert client.token_ids == [first]
     assert client.logprobs == of_output(0)[:1]
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+async def test_a_prompt_that_is_cached_is_scored_as_when_it_was_new(num_prefill):
+    """The last request could find all blocks but one; it computes every row of them."""
+    async with worker_rig(RigConfig(num_prefill=num_prefill, prefix_cache=True)) as rig:
+        cold = Client(rig, request_of(0, prompt_logprobs=2))
+        ends = [await cold.finished()]
+        unscored = Client(rig, request_of(1, logprobs=1))
+        ends.append(await unscored.finished())
+        warm = Client(rig, request_of(2, prompt_logprobs=2, logprobs=1))
+        ends.append(await warm.finished())
+        await rig.settled()
+
+    assert [end.cached_tokens > 0 for end in ends] == [False, True, False]
+    assert warm.prompt_logprobs == cold.prompt_logprobs == of_prompt(2)
+    assert warm.logprobs == unscored.logprobs == of_output(1)
