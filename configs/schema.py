@@ -142,6 +142,8 @@ class DecodeSettings(_Group):
     engine: EngineSettings = EngineSettings()
     local_prefill_tokens: Annotated[int, Field(ge=0)] = 128
     """Prompts up to this long are prefilled on decode: a hand-off would cost more than it saves."""
+    silence_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+    """A decode worker that gives no sign of life for so long loses its requests to another one."""
 
 
 class PrefillSettings(_Group):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -14,7 +15,7 @@ from deployments.handles import PrefillPool
 from deployments.metrics import WorkerSnapshot, loop_sample
 from deployments.process import prepare_engine_process
 from deployments.worker_metrics import decode_samples
-from workers.messages import GenerateEvent, GenerateRequest
+from workers.messages import GenerateRequest, Heartbeat, WorkerEvent
 
 
 class Decode:
@@ -27,7 +28,9 @@ class Decode:
         from workers.assembly import build_decode_worker
 
         prepare_engine_process()
-        worker_id = f"decode-{serve.get_replica_context().rank.rank}"
+        context = serve.get_replica_context()
+        self._replica = context.replica_id.unique_id
+        worker_id = f"decode-{context.rank.rank}"
         self._worker = await asyncio.to_thread(
             build_decode_worker,
             settings,
@@ -37,10 +40,10 @@ class Decode:
         )
         await self._worker.start()
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
-        """See `DecodeWorker.generate`."""
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[WorkerEvent]:
+        """See `DecodeWorker.generate`; heartbeats name the replica as Serve's router knows it."""
         async for event in self._worker.generate(request):
-            yield event
+            yield replace(event, worker=self._replica) if isinstance(event, Heartbeat) else event
 
     async def is_ready(self) -> bool:
         """Whether requests are taken."""

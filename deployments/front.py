@@ -20,6 +20,7 @@ from deployments.http_app import build_app
 from deployments.metrics import FrontMetrics, WorkerSnapshot
 from deployments.openai.models import ModelCard, SamplingDefaults
 from deployments.process import log_to_stderr
+from deployments.resume import ResumeConfig, ResumingBackend
 from deployments.text.chat import ChatEncoder
 from deployments.text.tokenizer import TextTokenizer
 from deployments.version import installed_version
@@ -62,9 +63,16 @@ class Front:
         self._fronts: DeploymentHandle | None = None
         if settings.http.front_replicas > 1:
             self._fronts = serve.get_deployment_handle(context.deployment, context.app_name)
+        metrics = FrontMetrics(self._front_id)
+        backend = ResumingBackend(
+            DecodePool(decode),
+            ResumeConfig(silence_s=settings.decode.silence_s),
+            clock=time.monotonic,
+            on_loss=lambda loss: metrics.attempt_lost(loss.value),
+        )
         self._service = FrontService(
             models=[_served_model(settings)],
-            backends={_LOCAL_POOL: DecodePool(decode)},
+            backends={_LOCAL_POOL: backend},
             policy=Routing(FixedPolicy(_LOCAL_POOL)),
             settings=FrontSettings(
                 version=installed_version(),
@@ -74,7 +82,7 @@ class Front:
                 max_choices=settings.limits.max_choices,
                 echoes_request_id=False,
             ),
-            metrics=FrontMetrics(self._front_id),
+            metrics=metrics,
             sources=Sources(clock=time.monotonic, wall_clock=time.time, rng=random.SystemRandom()),
             peer_snapshots=self._peer_snapshots,
         )

@@ -17,10 +17,10 @@ from kv_transfer.transport import PeerLostError
 from workers.messages import (
     Failed,
     FailureCode,
-    GenerateEvent,
     GenerateRequest,
     PrefillEvent,
     PrefillRequest,
+    WorkerEvent,
 )
 
 _ASK_TIMEOUT_S = 2.0
@@ -65,7 +65,7 @@ class PrefillPool:
 
 
 class DecodePool:
-    """The decode deployment as Front's backend."""
+    """The decode deployment as the `WorkerPool` of Front's backend."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
@@ -74,7 +74,7 @@ class DecodePool:
         """Whether a decode worker takes requests; without prefill workers it computes prompts."""
         return any(await ask_all(self._handle, "is_ready", timeout_s=_ASK_TIMEOUT_S))
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[WorkerEvent, None]:
         """See `DecodeWorker.generate`; a replica that dies is a `Failed` with WORKER_LOST."""
         events = stream_call(self._handle, "generate", request)
         try:

@@ -83,6 +83,12 @@ _FRONT = (
     _histogram("baton_e2e_seconds", "Arrival to last token.", _REQUEST_S, "endpoint"),
     _counter("baton_prompt_tokens_total", "Prompt tokens of requests.", "endpoint"),
     _counter("baton_completion_tokens_total", "Output tokens sent to clients.", "endpoint"),
+    _counter(
+        "baton_lost_attempts_total",
+        "Attempts to serve a sequence that Front gave up, to go on with another decode worker: the "
+        "worker was lost, stopping, silent, or none had answered (unanswered).",
+        "cause",
+    ),
 )
 _PROCESSES = (
     _gauge(
@@ -241,6 +247,11 @@ class FrontMetrics:
         self._e2e = self._make_histogram("baton_e2e_seconds")
         self._prompt_tokens = Counter(**self._arguments("baton_prompt_tokens_total"))
         self._completion_tokens = Counter(**self._arguments("baton_completion_tokens_total"))
+        self._lost_attempts = Counter(**self._arguments("baton_lost_attempts_total"))
+
+    def attempt_lost(self, cause: str) -> None:
+        """A decode worker is given up; its sequence goes on elsewhere."""
+        self._lost_attempts.labels(cause).inc()
 
     def request_started(self, endpoint: str) -> None:
         """A request has arrived."""

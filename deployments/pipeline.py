@@ -215,7 +215,7 @@ class Run:
         request = replace(call.plan.request, timeout_s=timeout_s)
         try:
             async with aclosing(self._backend.generate(request)) as events:
-                await self._relay_events(call, request, events)
+                await self._relay_events(call, events)
         except Exception as error:  # noqa: BLE001 - raised by `receive`, in the request's own task
             if call.text.has_ended:  # the client has its answer; only the clean-up failed
                 logger.warning("close failed request_id=%s: %r", request.request_id, error)
@@ -225,12 +225,9 @@ class Run:
     async def _relay_events(
         self,
         call: _Call,
-        request: GenerateRequest,
         events: AsyncGenerator[GenerateEvent, None],
     ) -> None:
         async for event in events:
-            if event.attempt != request.attempt:
-                continue  # a late frame of an attempt that was given up
             if isinstance(event, TokenFrame):
                 self._observe_tokens(call)
             delta = call.text.accept(event)

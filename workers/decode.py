@@ -41,16 +41,18 @@ from workers.messages import (
     Failed,
     FailureCode,
     Finished,
-    GenerateEvent,
     GenerateRequest,
+    Heartbeat,
     PrefillAccepted,
     PrefillEvent,
     PrefillRefused,
     PrefillRequest,
     PromptFrame,
     TokenFrame,
+    WorkerEvent,
     deadline_of,
 )
+from workers.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,8 @@ class DecodeConfig:
     """Until a prefill worker answers at all; after that decode goes on without."""
     attempts: int = 2
     """Prefill workers tried before the prompt is computed here."""
+    heartbeat_s: float = 0.5
+    """Between two signs of life to the reader of a quiet request."""
     rest_s: float = 2.0
     """After a prefill pool did not answer, prompts are computed here for this long."""
 
@@ -96,14 +100,14 @@ class HandoffStats:
     failures: dict[str, int]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Call:
     """One request inside the worker."""
 
     request: GenerateRequest
-    outbox: asyncio.Queue[GenerateEvent]
     deadline: float | None
     """On this process's clock."""
+    outbox: Outbox = field(default_factory=Outbox)
     sequence_id: SequenceId | None = None
     prefilled_by: str = ""
     driver: asyncio.Task[None] | None = None
@@ -114,6 +118,11 @@ class _Call:
     admitted: asyncio.Future[Admitted] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What needs KV before the next token: the prompt, and what an earlier attempt made."""
+        return self.request.prompt_token_ids + self.request.resumed_token_ids
 
 
 class DecodeWorker:
@@ -136,7 +145,8 @@ class DecodeWorker:
         self._prefill = prefill
         self._clock = clock
         self._drivers: set[asyncio.Task[None]] = set()
-        self._num_calls = 0
+        self._calls: list[_Call] = []
+        self._beating: asyncio.Task[None] | None = None
         self._is_draining = False
         self._all_served = asyncio.Event()
         self._rest_until = 0.0
@@ -154,15 +164,16 @@ class DecodeWorker:
         return self._engine.healthy
 
     async def start(self) -> None:
-        """Run the engine and the transfer thread."""
+        """Run the engine and the transfer thread, and give signs of life."""
         self._engine.start()
+        self._beating = asyncio.create_task(self._beat())
         if self._receiver is not None:
             await self._receiver.start()
 
     async def drain(self, *, timeout_s: float) -> None:
         """Take nothing more, let what runs finish for a while, fail the rest, and stop."""
         self._is_draining = True
-        if self._num_calls > 0:
+        if self._calls:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._all_served.wait()
@@ -172,6 +183,8 @@ class DecodeWorker:
         """Fail what is left and take nothing more; returns after every fence. Safe to repeat."""
         await self._engine.stop()  # ends every sequence, and with it every hand-off
         await asyncio.gather(*self._drivers, return_exceptions=True)
+        if self._beating is not None:
+            self._beating.cancel()
         if self._receiver is not None:
             await self._receiver.close()
 
@@ -187,46 +200,56 @@ class DecodeWorker:
         )
         return self._engine.stats(), receiver, handoff
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[WorkerEvent]:
         """Generate one sequence: token frames, then exactly one `Finished` or `Failed`.
 
-        Closing the iterator cancels the request; what it held is freed as soon as that is safe.
+        Between them are heartbeats, wherever nothing else is sent for some `heartbeat_s`. Closing
+        the iterator cancels the request; what it held is freed as soon as that is safe.
         """
         deadline = deadline_of(request.timeout_s, self._clock())
-        call = _Call(request=request, outbox=asyncio.Queue(), deadline=deadline)
+        call = _Call(request=request, deadline=deadline)
         try:
             self._admit(call)
         except WorkerError as error:
             yield _failed(request, error)
             return
-        self._num_calls += 1
+        self._calls.append(call)
         try:
             while True:
                 event = await call.outbox.get()
                 yield event
-                if isinstance(event, (Finished, Failed)):
+                if isinstance(event, Finished | Failed):
                     return
         finally:
             assert call.sequence_id is not None
             self._engine.cancel(call.sequence_id)  # without effect if it has ended
-            self._num_calls -= 1
-            if self._is_draining and self._num_calls == 0:
+            self._calls.remove(call)
+            if self._is_draining and not self._calls:
                 self._all_served.set()
+
+    async def _beat(self) -> None:
+        """Let the readers of quiet requests know that this process lives."""
+        while True:
+            await asyncio.sleep(self._config.heartbeat_s)
+            for call in self._calls:
+                attempt = call.request.attempt
+                call.outbox.beat(Heartbeat(attempt=attempt, worker=self._me.worker_id))
 
     def _admit(self, call: _Call) -> None:
         """Queue the sequence for its reservation; it costs nothing yet."""
         request = call.request
         if self._is_draining:
             raise WorkerStoppingError("the worker is draining: it takes no new requests")
-        remote = self._is_remote(len(request.prompt_token_ids))
+        remote = self._is_remote(len(call.token_ids))
         call.sequence_id = self._engine.submit(
-            prompt_token_ids=request.prompt_token_ids,
+            prompt_token_ids=call.token_ids,
             sampling=request.sampling,
             mode=SequenceMode.AWAIT_KV if remote else SequenceMode.GENERATE,
             priority=request.priority,
             deadline=call.deadline,
             cache_salt=request.cache_salt,
             uses_prefix_cache=request.uses_prefix_cache,
+            num_resumed=len(request.resumed_token_ids),
             sink=lambda event: self._on_engine_event(call, event),
         )
         if remote:
@@ -257,7 +280,7 @@ class DecodeWorker:
                 logprobs=event.logprobs,
                 cached_tokens=_cached_tokens(call, event),
             )
-            call.outbox.put_nowait(frame)
+            call.outbox.put(frame)
         elif isinstance(event, PromptScored):
             self._pass_on_prompt(call, event.logprobs)
         elif isinstance(event, SequenceFinished):
@@ -270,12 +293,12 @@ class DecodeWorker:
                 prefilled_by=call.prefilled_by,
                 stop_token_id=event.stop_token_id,
             )
-            call.outbox.put_nowait(finished)
+            call.outbox.put(finished)
         elif isinstance(event, SequenceFailed):
-            call.outbox.put_nowait(_failed(call.request, event.error))
+            call.outbox.put(_failed(call.request, event.error))
 
     def _pass_on_prompt(self, call: _Call, logprobs: tuple[TokenLogprobs, ...]) -> None:
-        call.outbox.put_nowait(PromptFrame(attempt=call.request.attempt, logprobs=logprobs))
+        call.outbox.put(PromptFrame(attempt=call.request.attempt, logprobs=logprobs))
 
     # The hand-off -------------------------------------------------------------------------------
 
@@ -284,14 +307,14 @@ class DecodeWorker:
         assert call.sequence_id is not None
         try:
             admitted = await call.admitted
-            num_missing = len(call.request.prompt_token_ids) - admitted.num_hit_tokens
+            num_missing = len(call.token_ids) - admitted.num_hit_tokens
             if num_missing <= self._config.local_prefill_tokens:
                 self._prefill_here(call, "local")
                 return
             is_published = await self._try_prefill_workers(call, admitted)
         except Exception as error:  # a bug here must end this request, visibly
             logger.exception("hand-off broke request_id=%s", call.request.request_id)
-            call.outbox.put_nowait(_failed(call.request, WorkerError(f"hand-off: {error!r}")))
+            call.outbox.put(_failed(call.request, WorkerError(f"hand-off: {error!r}")))
             self._engine.cancel(call.sequence_id)
             return
         if not is_published:
@@ -349,12 +372,13 @@ class DecodeWorker:
                 transfer_id=uuid.uuid4().hex,
                 epoch=epoch,
                 decode=self._me,
-                prompt_token_ids=request.prompt_token_ids,
+                prompt_token_ids=call.token_ids,
                 sampling=request.sampling,
                 timeout_s=self._time_left(call),
                 skip_blocks=skip_blocks,
                 cache_salt=request.cache_salt,
                 uses_prefix_cache=request.uses_prefix_cache,
+                num_resumed=len(request.resumed_token_ids),
             )
         )
         try:
@@ -363,7 +387,7 @@ class DecodeWorker:
                 peer=accepted.peer,
                 key=accepted.key,
                 placement=admitted.block_ids[skip_blocks:],
-                num_tokens=len(request.prompt_token_ids),
+                num_tokens=len(call.token_ids),
                 deadline_s=self._time_left(call),
                 skip_blocks=skip_blocks,
             )

@@ -17,6 +17,7 @@ __all__ = [
     "Finished",
     "GenerateEvent",
     "GenerateRequest",
+    "Heartbeat",
     "PrefillAccepted",
     "PrefillEnded",
     "PrefillEvent",
@@ -24,6 +25,7 @@ __all__ = [
     "PrefillRequest",
     "PromptFrame",
     "TokenFrame",
+    "WorkerEvent",
     "deadline_of",
 ]
 
@@ -56,6 +58,11 @@ class GenerateRequest:
     """Prefix hits are only on KV of requests with the same one; a tenant's secret."""
     uses_prefix_cache: bool = True
     """False where every position of the prompt must be computed, as for its logprobs."""
+    resumed_token_ids: tuple[int, ...] = ()
+    """Output of earlier attempts, which this one goes on from; part of the sampling's max_tokens
+    and of what `Finished` counts."""
+    avoid: tuple[str, ...] = ()
+    """Workers that lost an earlier attempt, as their heartbeats named them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +115,20 @@ class Failed:
     retry_after_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """The worker has the sequence and lives; sent where nothing else was for a while."""
+
+    attempt: int
+    worker: str
+    """Its name for `GenerateRequest.avoid`."""
+
+
 GenerateEvent = PromptFrame | TokenFrame | Finished | Failed
+"""What a sequence's reader is told."""
+
+WorkerEvent = GenerateEvent | Heartbeat
+"""What a decode worker sends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +149,8 @@ class PrefillRequest:
     """Leading blocks of the prompt that decode has already: they are not granted."""
     cache_salt: str = field(default="", repr=False)
     uses_prefix_cache: bool = True
+    num_resumed: int = 0
+    """How many of the prompt's last tokens are output of an earlier attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

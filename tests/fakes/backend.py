@@ -14,6 +14,7 @@ from workers.messages import (
     GenerateRequest,
     PromptFrame,
     TokenFrame,
+    WorkerEvent,
 )
 
 __all__ = [
@@ -27,7 +28,7 @@ __all__ = [
     "tokens_then_end",
 ]
 
-Step = GenerateEvent | asyncio.Event | Exception
+Step = WorkerEvent | asyncio.Event | Exception
 """An event is yielded, an `asyncio.Event` is waited for, an exception is raised."""
 
 

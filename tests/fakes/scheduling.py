@@ -53,8 +53,9 @@ def make_spec(
     stop: frozenset[int] = frozenset(),
     salt: str = "",
     looks_up: bool = True,
+    num_resumed: int = 0,
 ) -> SequenceSpec:
-    """A sequence whose prompt is 0, 1, 2 ..."""
+    """A sequence whose prompt is 0, 1, 2 ..., the last num_resumed of them output."""
     return SequenceSpec(
         sequence_id=SequenceId(number),
         prompt_token_ids=tuple(range(prompt)),
@@ -64,6 +65,7 @@ def make_spec(
         deadline=deadline,
         cache_salt=salt,
         uses_prefix_cache=looks_up,
+        num_resumed=num_resumed,
     )
 
 

@@ -37,6 +37,7 @@ from workers.messages import (
     Finished,
     GenerateEvent,
     GenerateRequest,
+    Heartbeat,
     PrefillEvent,
     PrefillRequest,
     PromptFrame,
@@ -479,8 +480,9 @@ class Client:
         events = worker.generate(request)
         try:
             async for event in events:
-                self.events.append(event)
-                self._grew.set()
+                if not isinstance(event, Heartbeat):
+                    self.events.append(event)
+                    self._grew.set()
         finally:
             await events.aclose()  # type: ignore[attr-defined]  # a generator, as all of them are
 

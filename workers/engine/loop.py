@@ -148,10 +148,12 @@ class Engine:
         deadline: float | None = None,
         cache_salt: str = "",
         uses_prefix_cache: bool = True,
+        num_resumed: int = 0,
     ) -> SequenceId:
         """Take a sequence; its events go to sink, the first of them after this has returned.
 
-        deadline is monotonic seconds of the engine's clock. Raises what `Scheduler.submit` raises,
+        deadline is monotonic seconds of the engine's clock; the prompt's last num_resumed tokens
+        are output of an earlier attempt. Raises what `Scheduler.submit` raises,
         and `WorkerStoppingError` if no steps run; the sink is never called then.
         """
         if not self.healthy:
@@ -166,6 +168,7 @@ class Engine:
             deadline=deadline,
             cache_salt=cache_salt,
             uses_prefix_cache=uses_prefix_cache,
+            num_resumed=num_resumed,
         )
         self._scheduler.submit(spec, self._clock())
         self._next_id += 1

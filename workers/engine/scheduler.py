@@ -389,7 +389,8 @@ class Scheduler:
         return sequence
 
     def _refuse_impossible(self, spec: SequenceSpec, now: float) -> None:
-        prompt, max_tokens = len(spec.prompt_token_ids), spec.sampling.max_tokens
+        prompt = len(spec.prompt_token_ids) - spec.num_resumed
+        max_tokens = spec.sampling.max_tokens
         if self._roster.knows(spec.sequence_id):
             raise ValueError(f"sequence {spec.sequence_id} exists already")
         if prompt < 1 or max_tokens < 1:
@@ -397,6 +398,8 @@ class Scheduler:
                 f"a sequence needs a prompt and output: {prompt} prompt tokens, "
                 f"max tokens {max_tokens}"
             )
+        if not 0 <= spec.num_resumed < max_tokens:
+            raise ValueError(f"{spec.num_resumed} output tokens of {max_tokens} to go on from")
         if prompt + max_tokens > self._config.max_model_len:
             raise ContextOverflowError(
                 f"the window is {self._config.max_model_len} tokens; the prompt has {prompt} "
@@ -485,7 +488,7 @@ class Scheduler:
         finished = SequenceFinished(
             sequence_id=sequence.sequence_id,
             reason=reason,
-            prompt_tokens=sequence.num_prompt_tokens,
+            prompt_tokens=sequence.num_prompt_tokens - sequence.spec.num_resumed,
             completion_tokens=sequence.num_output_tokens,
             num_hit_tokens=sequence.num_hit_tokens,
             stop_token_id=stop_token_id,
@@ -530,6 +533,7 @@ def _prompt_chunk(sequence: Sequence, max_tokens: int) -> ScheduledSequence:
         sampling=sequence.spec.sampling if is_last else None,
         seen=_seen(sequence) if is_last else None,
         scoring=_scoring(sequence, start, end),
+        num_output_tokens=sequence.num_output_tokens,
     )
 
 

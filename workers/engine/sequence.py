@@ -96,6 +96,9 @@ class SequenceSpec:
     """Prefix hits are only on KV of sequences with the same one; a tenant's secret."""
     uses_prefix_cache: bool = True
     """Whether KV that is there may be used; without it the whole prompt is computed."""
+    num_resumed: int = 0
+    """How many of the prompt's last tokens are output of an earlier attempt: computed like a
+    prompt, counted as output."""
 
     @property
     def takes_hits(self) -> bool:
@@ -110,7 +113,7 @@ class SequenceSpec:
         """Tokens that blocks are reserved for at admission (INV-ADMIT)."""
         if self.mode is SequenceMode.PREFILL_ONLY:
             return len(self.prompt_token_ids)
-        return len(self.prompt_token_ids) + self.sampling.max_tokens
+        return len(self.prompt_token_ids) + self.sampling.max_tokens - self.num_resumed
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -141,9 +144,13 @@ class Sequence:
     @classmethod
     def from_spec(cls, spec: SequenceSpec) -> Sequence:
         """A waiting sequence that holds nothing."""
-        token_ids = list(spec.prompt_token_ids)
-        counts = TokenCounts(token_ids) if spec.sampling.has_penalties else None
-        return cls(spec=spec, token_ids=token_ids, token_counts=counts)
+        num_prompt = len(spec.prompt_token_ids) - spec.num_resumed
+        sequence = cls(spec=spec, token_ids=list(spec.prompt_token_ids))
+        if spec.sampling.has_penalties:
+            sequence.token_counts = TokenCounts(spec.prompt_token_ids[:num_prompt])
+            for token_id in spec.prompt_token_ids[num_prompt:]:
+                sequence.token_counts.add(token_id)
+        return sequence
 
     @property
     def sequence_id(self) -> SequenceId:
@@ -152,13 +159,13 @@ class Sequence:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
+        """Tokens to compute before the first one is sampled here."""
         return len(self.spec.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens sampled so far, a stop token included."""
-        return len(self.token_ids) - len(self.spec.prompt_token_ids)
+        """Output so far, a stop token and an earlier attempt's output included."""
+        return len(self.token_ids) - len(self.spec.prompt_token_ids) + self.spec.num_resumed
 
     def append(self, token_id: int) -> None:
         """One more output token."""

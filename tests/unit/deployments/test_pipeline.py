@@ -197,15 +197,6 @@ async def test_an_exception_of_the_backend_is_raised_as_it_is():
             await received(run)
 
 
-async def test_late_frames_of_another_attempt_are_dropped():
-    def script(request: GenerateRequest) -> list[Step]:
-        return [frame(12, attempt=7), frame(10), finished(request, 1)]
-
-    run, _, _ = start(script)
-    async with run:
-        assert text_of(await received(run), 0) == "a"
-
-
 async def test_nothing_within_the_timeout_is_no_delta():
     go = asyncio.Event()
     run, _, _ = start(lambda request: [go, frame(10), finished(request, 1)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +21,7 @@ from workers.messages import (
     Finished,
     FinishReason,
     GenerateRequest,
+    Heartbeat,
     PrefillEnded,
     PrefillEvent,
     PrefillRefused,
@@ -119,6 +121,45 @@ async def test_requests_together_get_the_tokens_that_each_gets_alone():
         for client, prompt in zip(clients, prompts, strict=True):
             await assert_served(client, prompt)
         await rig.settled()
+
+
+# -- a request that another decode worker lost ---------------------------------------------------
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+@pytest.mark.parametrize("num_emitted", [1, 5, NUM_TOKENS - 1])
+async def test_resumed_request_goes_on_where_the_lost_worker_was(num_prefill, num_emitted):
+    whole = generate(PROMPT, NUM_TOKENS)
+    emitted = tuple(whole[:num_emitted])
+    async with worker_rig(RigConfig(num_prefill=num_prefill)) as rig:
+        client = Client(rig, replace(request_of(), attempt=1, resumed_token_ids=emitted))
+        end = await client.finished()
+        await rig.settled()
+
+        assert client.token_ids == whole[num_emitted:]
+        assert (end.prompt_tokens, end.completion_tokens) == (len(PROMPT), NUM_TOKENS)
+        assert end.reason is FinishReason.LENGTH
+        computed = [worker.stats()[0].prompt_tokens for worker in rig.prefill_workers]
+        assert sum(computed, rig.decode.stats()[0].prompt_tokens) == len(PROMPT) + num_emitted
+
+
+async def test_quiet_request_shows_signs_of_life():
+    config = RigConfig(
+        decode=DecodeConfig(
+            local_prefill_tokens=3,
+            transfer_deadline_s=99.0,
+            accept_timeout_s=99.0,
+            heartbeat_s=0.01,
+        )
+    )
+
+    async with worker_rig(config) as rig:
+        rig.prefill.script = [never_answer]
+        events = rig.decode.generate(request_of())
+        beats = [await anext(events) for _ in range(3)]
+        await events.aclose()
+
+    assert beats == [Heartbeat(attempt=0, worker="decode-0")] * 3
 
 
 # -- a hand-off that fails ----------------------------------------------------------------------

@@ -162,3 +162,30 @@ def test_totals_count_what_was_done():
     totals = scheduler.totals
     assert (totals.steps, totals.prompt_tokens, totals.output_tokens) == (3, 6, 4)
     assert (totals.finished, totals.aborted, totals.failed) == (2, 1, 0)
+
+
+def test_resumed_output_counts_as_output_everywhere():
+    """Reserved, sampled and reported as if this worker had made it."""
+    scheduler = make_scheduler()
+    scheduler.submit(make_spec(prompt=8, max_tokens=5, num_resumed=3), 0.0)
+    assert free_blocks(scheduler) == 16 - 3  # 5 prompt and 5 output tokens
+    assert [len(step(scheduler).sequences[0].token_ids) for _ in range(2)] == [4, 4]
+    (entry,) = step(scheduler).sequences
+    assert entry.num_output_tokens == 4
+    (finished,) = [e for e in scheduler.take_events() if isinstance(e, SequenceFinished)]
+    assert (finished.prompt_tokens, finished.completion_tokens) == (5, 5)
+    assert finished.reason is FinishReason.LENGTH
+
+
+def test_first_token_after_a_resume_knows_how_much_output_there_was():
+    scheduler = make_scheduler()
+    scheduler.submit(make_spec(prompt=4, max_tokens=5, num_resumed=3), 0.0)
+    (entry,) = must_plan(scheduler).sequences
+    assert entry.num_output_tokens == 3
+
+
+@pytest.mark.parametrize("num_resumed", [-1, 5])
+def test_resuming_with_nothing_left_to_sample_is_refused(num_resumed):
+    scheduler = make_scheduler()
+    with pytest.raises(ValueError, match="to go on from"):
+        scheduler.submit(make_spec(prompt=8, max_tokens=5, num_resumed=num_resumed), 0.0)
