@@ -1,4 +1,4 @@
-"""Workers killed under load: no client gets a wrong text or waits for ever, and service comes back.
+"""Workers killed under load: every client gets its right text all the same.
 
 These run last: each takes a worker away and gives the server back whole.
 """
@@ -112,7 +112,7 @@ async def answers_of(client: httpx.AsyncClient) -> list[str]:
 
 
 @pytest.mark.parametrize("victim", ["Prefill", "Decode"])
-async def test_a_killed_worker_costs_no_wrong_answer_and_comes_back(
+async def test_a_killed_worker_costs_no_answer_and_comes_back(
     baton_server: BatonServer, victim: Victim
 ) -> None:
     await asyncio.to_thread(baton_server.wait_until_idle)
@@ -138,10 +138,9 @@ async def test_a_killed_worker_costs_no_wrong_answer_and_comes_back(
 
         print(f"{victim} killed: {len(load.endings)} answers, failed: {dict(load.failures())}")
         assert load.wrong() == []
-        if victim == "Prefill":  # decode computes the prompts meanwhile
-            assert load.failures() == {}
-        else:  # all eight were on it
-            assert load.failures().total() > 0
+        # Without prefill, decode computes the prompts; without decode, Front waits for a new one
+        # and goes on from the tokens that its clients have.
+        assert load.failures() == {}
         assert await answers_of(client) == load.expected
 
     after = await asyncio.to_thread(baton_server.wait_until_idle)

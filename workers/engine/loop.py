@@ -137,7 +137,7 @@ class Engine:
 
     # -- sequences ------------------------------------------------------------------------------
 
-    def submit(
+    def submit(  # noqa: PLR0913 - what a `SequenceSpec` has
         self,
         *,
         prompt_token_ids: tuple[int, ...],
