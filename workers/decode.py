@@ -461,9 +461,11 @@ class DecodeWorker:
 
 def _cached_tokens(call: _Call, event: TokensSampled | SequenceFinished) -> int:
     """Prompt tokens that nobody computed: the hit of the worker that computed the others."""
-    if call.remote_hit_tokens is not None:
-        return call.remote_hit_tokens
-    return event.num_hit_tokens
+    remote = call.remote_hit_tokens
+    hit = event.num_hit_tokens if remote is None else remote
+    return min(
+        hit, len(call.request.prompt_token_ids)
+    )  # an earlier attempt's output may be hit too
 
 
 def _check_logprobs(request: GenerateRequest, landed: Landed) -> None:
