@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import replace
 
 import pytest
 
 from deployments.resume import Loss, ResumeConfig, ResumingBackend
+from kv_transfer.logprobs import TokenLogprobs
 from tests.fakes.backend import Step
 from tests.fakes.clock import FakeClock
 from workers.engine.sampling_params import SamplingParams
@@ -19,6 +21,7 @@ from workers.messages import (
     GenerateEvent,
     GenerateRequest,
     Heartbeat,
+    PromptFrame,
     TokenFrame,
     WorkerEvent,
 )
@@ -239,3 +242,26 @@ async def test_closing_it_closes_the_attempt():
     await events.aclose()
     assert pool.num_open == 0
     assert await backend.is_ready()
+
+
+async def test_what_is_said_of_the_prompt_is_said_once():
+    """Lost before the first token, it is said again; lost after it, not asked for any more."""
+    scores = [TokenLogprobs(logprob=-1.0, rank=rank) for rank in (1, 2)]
+
+    def scored(request: GenerateRequest, *indexes: int) -> PromptFrame:
+        return PromptFrame(
+            attempt=request.attempt, logprobs=tuple(scores[index] for index in indexes)
+        )
+
+    pool = FakePool(
+        lambda r: [scored(r, 0), failed(r)],
+        lambda r: [scored(r, 0, 1), frame(r, 7), failed(r)],
+        lambda r: [frame(r, 8), finished(r, 2)],
+    )
+    sampling = SamplingParams(max_tokens=6, prompt_logprobs=0)
+    events, _ = await run(pool, request=replace(REQUEST, sampling=sampling))
+    said = [entry for event in events if isinstance(event, PromptFrame) for entry in event.logprobs]
+    assert said == scores
+    assert tokens_of(events) == [7, 8]
+    asked = [attempt.sampling.prompt_logprobs for attempt in pool.attempts]
+    assert asked == [0, 0, None]

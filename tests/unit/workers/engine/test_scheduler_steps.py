@@ -1,5 +1,7 @@
 """What a step computes, and what its tokens mean."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.fakes.scheduling import (
@@ -18,6 +20,7 @@ from workers.engine.events import (
 )
 from workers.engine.sequence import SequenceMode
 from workers.engine.step import SequenceId
+from workers.engine.token_counts import TokenCounts
 from workers.messages import FinishReason
 
 ZERO = SequenceId(0)
@@ -189,3 +192,14 @@ def test_resuming_with_nothing_left_to_sample_is_refused(num_resumed):
     scheduler = make_scheduler()
     with pytest.raises(ValueError, match="to go on from"):
         scheduler.submit(make_spec(prompt=8, max_tokens=5, num_resumed=num_resumed), 0.0)
+
+
+def test_resumed_output_is_output_to_penalties_too():
+    scheduler = make_scheduler()
+    spec = make_spec(prompt=4, max_tokens=5, num_resumed=1)
+    penalized = replace(spec.sampling, frequency_penalty=1.0)
+    scheduler.submit(replace(spec, sampling=penalized), 0.0)
+    (entry,) = must_plan(scheduler).sequences
+    expected = TokenCounts((0, 1, 2))
+    expected.add(3)
+    assert entry.seen == expected.seen()
