@@ -97,8 +97,9 @@ hidden byte e, n;
 /* -- what is printed for the replay --------------------------------------------------------- */
 
 #ifdef TRACE
-#define EVENT1(what, r)       printf("EVENT %e %d\n", what, r); tell_state()
-#define EVENT3(what, r, x, y) printf("EVENT %e %d %d %d\n", what, r, x, y); tell_state()
+hidden mtype:event event;
+#define EVENT1(what, r)       event = what; printf("EVENT %e %d\n", event, r); tell_state()
+#define EVENT3(what, r, x, y) event = what; printf("EVENT %e %d %d %d\n", event, r, x, y); tell_state()
 inline tell_state() {
     printf("DECODE %e %e %e %e %d %d %d %e %e\n", d_seq[0], d_seq[1], pull[0], pull[1],
            landed[0], landed[1], landed[2], d_block[0], d_block[1]);
@@ -233,7 +234,9 @@ inline p_free1(i) {
 #ifndef MUTANT_KEEP_GENERATION
         generation[p_place[i]]++;
 #endif
+#ifndef MUTANT_RELEASE_TWICE
         p_place[i] = NONE
+#endif
     :: else
     fi
 }
@@ -413,10 +416,6 @@ inline transfer(r) {
         :: else
         fi;
         EVENT3(E_INVALID, r, e, n) }
-#ifndef MUTANT_NO_DEADLINE
-    /* Fail: a deadline, a lost peer, an ended sequence, a lease that the owner gave up */
-    :: d_step { CAN_FAIL(r) -> fail(r); EVENT1(E_FAIL, r) }
-#endif
     /* FetchSession.close: reads that are left are dropped, one by one */
     :: d_step { pull[r] == T_DRAINING && into[FIRST(r)] != NONE ->
         end_read(FIRST(r)); EVENT1(E_DROPPED, FIRST(r)) }
@@ -424,6 +423,13 @@ inline transfer(r) {
         end_read(1); EVENT1(E_DROPPED, 1) }
     /* Fenced */
     :: d_step { pull[r] == T_DRAINING && IS_FENCED(r) -> pull[r] = T_QUIESCED; EVENT1(E_FENCED, r) }
+    fi
+}
+
+/* Fail: a deadline, a lost peer, an ended sequence, a lease that the owner gave up */
+inline deadline(r) {
+    if
+    :: d_step { CAN_FAIL(r) -> fail(r); EVENT1(E_FAIL, r) }
     fi
 }
 
@@ -648,6 +654,9 @@ end:
     do
     :: decode(0) :: transfer(0)
     :: decode(1) :: transfer(1)
+#if !defined(TRACE) && !defined(MUTANT_NO_DEADLINE)
+    :: deadline(0) :: deadline(1)
+#endif
     od
 }
 
@@ -668,15 +677,33 @@ end:
     od
 }
 
-/* What may happen, and need not. */
-active proctype chance() {
+/* What may happen, and need not: with IDLE among its choices, fairness forces none of them. */
+#define IDLE :: broken == 0
+
+active proctype network() {
 end:
     do
     :: wire(0) :: wire(1) :: wire(2)
+#ifdef RELEASE
+    IDLE
+#endif
+    od
+}
+
+active proctype chance() {
+end:
+    do
     :: faults(0) :: faults(1)
     :: crashes()
 #ifdef RELEASE
-    :: broken == 0   /* always: fairness forces none of it */
+    IDLE
+#endif
+#ifdef TRACE
+    :: deadline(0) :: deadline(1)
+    IDLE IDLE IDLE IDLE IDLE IDLE IDLE IDLE IDLE IDLE   /* so that a random walk gets far */
+    IDLE IDLE IDLE IDLE IDLE IDLE IDLE IDLE IDLE IDLE
+    IDLE IDLE IDLE IDLE IDLE IDLE IDLE IDLE IDLE IDLE
+    IDLE IDLE IDLE IDLE IDLE IDLE IDLE IDLE IDLE IDLE
 #endif
     od
 }
