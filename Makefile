@@ -1,6 +1,6 @@
 # One command per job; each sets up what it needs first and is safe to repeat.
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all check bench build clean
+.PHONY: help setup serve test test-all check verify bench build clean
 
 PRESET ?= local
 PORT ?= 8000
@@ -27,6 +27,9 @@ test-all:        ## test, with every parity case rather than a seeded sample
 check:           ## lint, types and import contracts only
 	@scripts/setup --dev
 	@scripts/check
+
+verify:          ## every state of the hand-off's model; installs spin where it may
+	@scripts/verify
 
 build:           ## wheel and sdist in dist/
 	@scripts/setup --dev

@@ -93,6 +93,7 @@ bool is_valid[2];                /* VALID was said for just this attempt, by the
 
 /* Scratch of one atomic step; never part of a state. */
 hidden byte e, n;
+hidden mtype:message kind;
 
 /* -- what is printed for the replay --------------------------------------------------------- */
 
@@ -605,8 +606,8 @@ inline faults(r) {
     :: d_step { IS_LIVE(r) && !(IS_PULLING(r) && IS_SERVED(r)) ->
         end_lease(r, ENDING(L_PEER_LOST, L_REVOKED));
         EVENT1(E_PEER_LOST, r) }
-    :: d_step { len(to_prefill[r]) > 0 -> to_prefill[r]?_, _, _; EVENT1(E_LOST, r) }
-    :: d_step { len(to_decode[r]) > 0 -> to_decode[r]?_, _, _; EVENT1(E_LOST, r) }
+    :: d_step { len(to_prefill[r]) > 0 -> to_prefill[r]?kind, e, n; EVENT1(E_LOST, r) }
+    :: d_step { len(to_decode[r]) > 0 -> to_decode[r]?kind, e, n; EVENT1(E_LOST, r) }
     /* the call that opened the transfer is repeated to the restarted worker */
     :: d_step { (pull[r] == T_RESERVED || IS_PULLING(r)) && lease[r] == 0 && from[r] != incarnation ->
         p_open(r); EVENT1(E_REOPEN, r) }

@@ -53,6 +53,15 @@ def has_spin() -> bool:
     return shutil.which("spin") is not None and shutil.which("gcc") is not None
 
 
+def spin_version() -> str | None:
+    """Its number, such as 6.5.2; None where it is not installed."""
+    if not has_spin():
+        return None
+    said = subprocess.run(["spin", "-V"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"\d+\.\d+\.\d+", said)
+    return found[0] if found is not None else None
+
+
 def names_of(kind: str) -> list[str]:
     """The model's names of one kind (transfer, lease, status, block, event, invariant)."""
     found = re.search(rf"^mtype:{kind} = \{{([^}}]*)\}};", MODEL.read_text("utf-8"), re.MULTILINE)
