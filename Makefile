@@ -1,6 +1,6 @@
 # One command per job; each sets up what it needs first and is safe to repeat.
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all check verify bench build clean
+.PHONY: help setup serve test test-all check verify mutants bench build clean
 
 PRESET ?= local
 PORT ?= 8000
@@ -30,6 +30,10 @@ check:           ## lint, types and import contracts only
 
 verify:          ## every state of the hand-off's model; installs spin where it may
 	@scripts/verify
+
+mutants:         ## plant twelve mistakes, one by one, and show the test that sees each
+	@scripts/setup --dev
+	@scripts/mutants
 
 build:           ## wheel and sdist in dist/
 	@scripts/setup --dev
