@@ -12,7 +12,8 @@
  * - a posted read happens at any time until the fence. (One that takes its bytes early and lets
  *   them land late is no worse: its destination is set aside all the while, and what is freed in
  *   between only makes the bytes worse.)
- * - confirm, its answer and release are lost, repeated, late and out of order, beyond a restart;
+ * - confirm, its answer and release are lost, repeated and late, beyond a restart; of those to one
+ *   side for one request one is on its way at a time, and another one is lost;
  * - the call that opens a transfer is repeated to a prefill worker that was restarted.
  *
  * Bytes are modelled by whose they are: TAG(i) for those of logical block i, JUNK for what was
