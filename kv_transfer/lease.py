@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
-from kv_transfer.geometry import BlockId, LogicalBlock
+from kv_transfer.geometry import BlockId, LogicalBlock, group_and_index, logical_block
 from kv_transfer.handoff import (
     FirstToken,
     Grant,
@@ -117,7 +117,7 @@ _EVENT_OF_REASON: Mapping[ReleaseReason, LeaseEvent] = MappingProxyType(
 class _Record:
     key: TransferKey
     expires_at: float
-    skip_blocks: int
+    first_blocks: tuple[int, ...]
     state: LeaseState = LeaseState.GRANTING
     has_session: bool = False
     grants: list[Grant] = field(default_factory=list)
@@ -162,10 +162,11 @@ class LeaseTable:
         """The transfers whose blocks are pinned."""
         return tuple(record.key for record in self._live.values())
 
-    def open(self, key: TransferKey, now: float, *, skip_blocks: int = 0) -> None:
+    def open(self, key: TransferKey, now: float, *, first_blocks: tuple[int, ...] = (0,)) -> None:
         """Start the lease of a new attempt; an older attempt of the same transfer is revoked.
 
-        The receiver has the first `skip_blocks` blocks already: they are never granted.
+        In each group, blocks before the index in `first_blocks` are never granted: the receiver
+        has them already, or nobody sees them any more.
         Raises `LinkRefusedError` for another process' incarnation, or an epoch that is not above
         every one seen for this transfer id.
         """
@@ -181,7 +182,7 @@ class LeaseTable:
                 self._end(seen, LeaseEvent.REVOKE, now, f"superseded by epoch {key.epoch}")
             self._ended.pop(key.transfer_id, None)  # it may be forgotten at once where none is kept
         self._live[key.transfer_id] = _Record(
-            key=key, expires_at=now + self._lease_s, skip_blocks=skip_blocks
+            key=key, expires_at=now + self._lease_s, first_blocks=first_blocks
         )
 
     def attach(self, key: TransferKey, now: float) -> None:
@@ -216,7 +217,7 @@ class LeaseTable:
         if len(granted) < len(blocks) or granted.keys() & record.granted.keys():
             raise ValueError(f"a logical block of transfer {key.transfer_id} is granted twice")
         if first is not None:
-            _check_no_hole(record.granted.keys() | granted.keys(), record.skip_blocks)
+            _check_no_hole(record.granted.keys() | granted.keys(), record.first_blocks)
         event = LeaseEvent.GRANT if first is None else LeaseEvent.GRANT_LAST
         self._apply(record, event)
         record.granted |= granted
@@ -402,6 +403,13 @@ class LeaseTable:
         self._unreported.append((record.key, ENDED[record.state]))
 
 
-def _check_no_hole(logical_blocks: set[LogicalBlock], start: int) -> None:
-    if logical_blocks != set(range(start, start + len(logical_blocks))):
+def _check_no_hole(logical_blocks: set[LogicalBlock], first_blocks: tuple[int, ...]) -> None:
+    """Every group is granted from its first block to the same end."""
+    end = 1 + max((group_and_index(logical)[1] for logical in logical_blocks), default=-1)
+    expected = {
+        logical_block(group, index)
+        for group, first in enumerate(first_blocks)
+        for index in range(first, end)
+    }
+    if logical_blocks != expected:
         raise ValueError(f"the last grant leaves a hole: granted are {sorted(logical_blocks)}")

@@ -175,25 +175,22 @@ class ReceiverProtocol:
         num_tokens: int,
         block_size: int,
         placement: Sequence[BlockId],
-        skip_blocks: int = 0,
+        first_blocks: tuple[int, ...] = (0,),
     ) -> None:
-        """Expect `num_tokens` tokens without the first `skip_blocks` blocks, which are there.
+        """Expect `num_tokens` tokens, in each group from the block in `first_blocks` on.
 
-        Logical block `skip_blocks + i` goes into `placement[i]`. The placement may be longer
-        (blocks for output tokens), never shorter. Raises ValueError.
+        The i-th expected block, group by group, goes into `placement[i]`. The placement may be
+        longer (blocks for output tokens), never shorter. Raises ValueError.
         """
         self._coverage = Coverage(
-            num_tokens=num_tokens, block_size=block_size, skip_blocks=skip_blocks
+            num_tokens=num_tokens, block_size=block_size, first_blocks=first_blocks
         )
         expected = self._coverage.expected_blocks
         if len(placement) < expected:
             raise ValueError(f"placement of {len(placement)} blocks for {expected} needed")
         if len(set(placement)) < len(placement):
             raise ValueError("a block appears twice in the placement")
-        self._placement = {
-            LogicalBlock(logical): block_id
-            for logical, block_id in enumerate(placement, skip_blocks)
-        }
+        self._placement = dict(zip(self._coverage.expected, placement, strict=False))
         self._granted: dict[LogicalBlock, GrantedBlock] = {}
         self._num_grants = 0
         self._first: FirstToken | None = None

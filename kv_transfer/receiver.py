@@ -119,11 +119,11 @@ class KVReceiver:
         num_tokens: int,
         deadline_s: float,
         *,
-        skip_blocks: int = 0,
+        first_blocks: tuple[int, ...] = (0,),
     ) -> IncomingTransfer:
-        """Prepare to pull `num_tokens` tokens, logical block `skip_blocks + i` into `placement[i]`.
+        """Prepare to pull `num_tokens` tokens, the i-th missing block into `placement[i]`.
 
-        The first `skip_blocks` blocks are there already and are not pulled.
+        Missing are, group by group, the prompt's blocks from the index in `first_blocks` on.
         Nothing is asked for before `pull`. Raises `LinkRefusedError` if the workers do not fit
         each other or have no transport in common, ValueError for a placement that is too short,
         names a block twice, or is outside the pool.
@@ -146,7 +146,7 @@ class KVReceiver:
             num_tokens=num_tokens,
             block_size=self._me.block_size,
             placement=placement,
-            skip_blocks=skip_blocks,
+            first_blocks=first_blocks,
         )
         pull = Pull(order, protocol, self._clock)
         return IncomingTransfer(pull, self._thread, self._ledger)

@@ -88,13 +88,15 @@ class KVSender:
         self._me = replace(self._me, endpoints=tuple(zip(names, addresses, strict=True)))
         return self._me
 
-    def open(self, key: TransferKey, decode: PeerInfo, *, skip_blocks: int = 0) -> None:
-        """Start the lease of a transfer to `decode`, which has the first `skip_blocks` blocks.
+    def open(
+        self, key: TransferKey, decode: PeerInfo, *, first_blocks: tuple[int, ...] = (0,)
+    ) -> None:
+        """Start the lease of a transfer to `decode`, which needs blocks from `first_blocks` on.
 
         Raises `LinkRefusedError` if the workers do not fit each other, the key is for another
         process, or its epoch is not a new one. Nothing is held then and `on_end` is not called.
         """
-        self._authority.open(key, decode, skip_blocks)
+        self._authority.open(key, decode, first_blocks)
 
     def grant(
         self,
@@ -183,11 +185,11 @@ class _Authority:
 
     # Called by the worker.
 
-    def open(self, key: TransferKey, decode: PeerInfo, skip_blocks: int) -> None:
+    def open(self, key: TransferKey, decode: PeerInfo, first_blocks: tuple[int, ...]) -> None:
         with self._lock:
             try:
                 self._check_peer(key, decode)
-                self._table.open(key, self._clock(), skip_blocks=skip_blocks)
+                self._table.open(key, self._clock(), first_blocks=first_blocks)
             except LinkRefusedError:
                 self._refused += 1
                 raise

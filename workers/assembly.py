@@ -140,6 +140,7 @@ def _build_engine(
         num_blocks=worker.num_blocks,
         block_size=site.plan.layout.block_size,
         max_model_len=site.plan.window,
+        window_blocks=worker.window_blocks,
     )
     config = SchedulerConfig(
         max_model_len=site.plan.window,
@@ -148,14 +149,17 @@ def _build_engine(
         prefill_chunk_tokens=worker.prefill_chunk_tokens,
         queue_limit=worker.queue_limit,
     )
-    return Engine(Scheduler(pool, config, _prefix_scope(site, settings)), runner), memory
+    scheduler = Scheduler(
+        pool, config, _prefix_scope(site, settings), groups=site.plan.layout.groups
+    )
+    return Engine(scheduler, runner), memory
 
 
 def _prefix_scope(site: Site, settings: Settings) -> PrefixScope | None:
-    """What KV may be found for, or None where the prefix cache is switched off."""
-    if not settings.kv.prefix_cache:
-        return None
+    """What KV may be found for, or None where there is no prefix cache."""
     layout = site.plan.layout
+    if not planning.has_prefix_cache(settings, layout):
+        return None
     return PrefixScope(fingerprint=layout.fingerprint, block_size=layout.block_size)
 
 

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kv_transfer.geometry import BlockId, ceil_div
 from kv_transfer.handoff import PeerInfo
 from kv_transfer.logprobs import TokenLogprobs
 from kv_transfer.receiver import IncomingTransfer, KVReceiver, ReceiverStats
@@ -365,7 +366,10 @@ class DecodeWorker:
         assert self._prefill is not None
         assert self._receiver is not None
         request = call.request
-        skip_blocks = admitted.num_hit_tokens // self._me.block_size
+        block_size = self._me.block_size
+        skip_blocks = admitted.num_hit_tokens // block_size
+        end = ceil_div(len(call.token_ids), block_size)
+        missing = _missing(admitted, skip_blocks, end)
         answers = self._prefill.prefill(
             PrefillRequest(
                 request_id=request.request_id,
@@ -386,10 +390,10 @@ class DecodeWorker:
             transfer = self._receiver.transfer(
                 peer=accepted.peer,
                 key=accepted.key,
-                placement=admitted.block_ids[skip_blocks:],
+                placement=missing.placement,
                 num_tokens=len(call.token_ids),
                 deadline_s=self._time_left(call),
-                skip_blocks=skip_blocks,
+                first_blocks=missing.first_blocks,
             )
             landed = await self._land(call, transfer)
             _check_logprobs(request, landed)
@@ -457,6 +461,28 @@ class DecodeWorker:
         if not isinstance(answer, PrefillAccepted):
             raise PeerLostError(f"the prefill worker's first answer was {type(answer).__name__}")
         return answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Missing:
+    """What a hand-off is to bring."""
+
+    first_blocks: tuple[int, ...]
+    """By group: of the prompt's blocks, the first that is not here and will be looked at."""
+    placement: tuple[BlockId, ...]
+    """Where they go, group by group."""
+
+
+def _missing(admitted: Admitted, skip_blocks: int, end: int) -> _Missing:
+    """What a prompt of `end` blocks lacks, of which the first skip_blocks are a prefix hit."""
+    first_blocks = tuple(max(skip_blocks, table.start) for table in admitted.block_tables)
+    cuts = (
+        table.cut(first, end)
+        for table, first in zip(admitted.block_tables, first_blocks, strict=True)
+    )
+    return _Missing(
+        first_blocks=first_blocks, placement=tuple(block_id for cut in cuts for block_id in cut)
+    )
 
 
 def _cached_tokens(call: _Call, event: TokensSampled | SequenceFinished) -> int:

@@ -34,6 +34,8 @@ __all__ = [
     "check_window",
     "enforce",
     "format_bytes",
+    "has_prefix_cache",
+    "kv_layout",
     "plan",
     "resolve_dtype",
 ]
@@ -88,6 +90,8 @@ class ModelFacts:
     element_bytes: int
     vocab_size: int
     architecture: Architecture
+    sliding_windows: tuple[int | None, ...] = ()
+    """By layer; empty if none has one."""
     weight_bytes: int | None = None
     """Of one worker's copy in that dtype; None where it is not known."""
 
@@ -101,7 +105,10 @@ class WorkerPlan:
     threads: int
     num_blocks: int
     pool_tokens: int
+    """Tokens that the pool holds, in requests of the whole window."""
     pool_bytes: int
+    window_blocks: int
+    """Blocks that a request of the whole window needs at once, all groups of layers."""
     full_windows: int
     """Requests of a whole window that the pool holds at once."""
     max_sequences: int
@@ -169,9 +176,9 @@ def plan(
     that is not known, which gives a warning. `shares_memory` is whether that host lets processes
     share some.
     """
-    layout = _layout(facts, block_size=settings.kv.block_size)
     window = settings.model.max_model_len or facts.context_length
     runner = choose_runner(facts.architecture, window=window)
+    layout = kv_layout(facts, block_size=settings.kv.block_size, max_model_len=window)
     pools = _pools(settings)
     num_workers = sum(pool.replicas for pool in pools)
     sizer = _Sizer(layout=layout, window=window, threads=max(1, cores // num_workers))
@@ -195,6 +202,11 @@ def plan(
     return DeploymentPlan(
         layout=layout, window=window, runner=runner, workers=workers, checks=tuple(checks)
     )
+
+
+def has_prefix_cache(settings: Settings, layout: KVLayout) -> bool:
+    """Whether KV is found again: not where layers forget what is behind their sliding window."""
+    return settings.kv.prefix_cache and not layout.has_sliding_window
 
 
 def enforce(checks: Iterable[Check]) -> None:
@@ -285,7 +297,12 @@ def format_bytes(num_bytes: int) -> str:
     return f"{size:.{digits}f} {unit}"
 
 
-def _layout(facts: ModelFacts, *, block_size: int) -> KVLayout:
+def kv_layout(facts: ModelFacts, *, block_size: int, max_model_len: int) -> KVLayout:
+    """How a model's KV is laid out; a sliding window that hides nothing is none."""
+    sliding_windows = tuple(
+        None if window is None or window >= max_model_len else window
+        for window in facts.sliding_windows
+    )
     return KVLayout(
         model_digest=facts.digest,
         dtype=facts.dtype,
@@ -294,6 +311,7 @@ def _layout(facts: ModelFacts, *, block_size: int) -> KVLayout:
         num_kv_heads=facts.num_kv_heads,
         head_dim=facts.head_dim,
         block_size=block_size,
+        sliding_windows=sliding_windows,
     )
 
 
@@ -327,14 +345,16 @@ class _Sizer:
         """Size one role's workers."""
         engine = pool.engine
         num_blocks = self._num_blocks(pool.role, engine)
+        window_blocks = self._blocks_for(self.window, engine)
         return WorkerPlan(
             role=pool.role,
             replicas=pool.replicas,
             threads=engine.threads or self.threads,
             num_blocks=num_blocks,
-            pool_tokens=num_blocks * self.layout.block_size,
+            pool_tokens=self._pool_tokens(num_blocks, window_blocks),
             pool_bytes=num_blocks * self.layout.bytes_per_block,
-            full_windows=num_blocks // self.layout.blocks_for(self.window),
+            window_blocks=window_blocks,
+            full_windows=num_blocks // window_blocks,
             max_sequences=engine.max_sequences,
             step_tokens=engine.step_tokens,
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
@@ -357,9 +377,27 @@ class _Sizer:
         if engine.pool_bytes is not None:
             return engine.pool_bytes // self.layout.bytes_per_block
         if engine.pool_tokens is not None:
-            return self.layout.blocks_for(engine.pool_tokens)
-        windows = _DEFAULT_WINDOWS * self.layout.blocks_for(self.window)
-        return max(windows, self.layout.blocks_for(_FLOOR_TOKENS[role]))
+            return self._blocks_for(engine.pool_tokens, engine)
+        windows = _DEFAULT_WINDOWS * self._blocks_for(self.window, engine)
+        return max(windows, self._blocks_for(_FLOOR_TOKENS[role], engine))
+
+    def _blocks_for(self, num_tokens: int, engine: EngineSettings) -> int:
+        """Blocks for so many tokens, in requests of the whole window and one of the rest.
+
+        Behind a sliding window it matters in how many requests they are: each has its own.
+        """
+        if not self.layout.has_sliding_window:
+            return self.layout.blocks_for(num_tokens)
+        chunk_tokens = engine.prefill_chunk_tokens
+        windows, rest = divmod(num_tokens, self.window)
+        full = self.layout.sequence_blocks(self.window, chunk_tokens=chunk_tokens)
+        return windows * full + self.layout.sequence_blocks(rest, chunk_tokens=chunk_tokens)
+
+    def _pool_tokens(self, num_blocks: int, window_blocks: int) -> int:
+        """Tokens that blocks hold: the window or more exactly if they hold one whole request."""
+        if not self.layout.has_sliding_window:
+            return num_blocks * self.layout.block_size
+        return num_blocks * self.window // window_blocks
 
 
 def _link_problem(decode: PeerInfo, prefill: PeerInfo) -> str | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from kv_transfer.geometry import BlockId, KVLayout, LogicalBlock
+from kv_transfer.geometry import KVLayout, logical_block
 from kv_transfer.handoff import (
     FirstToken,
     GrantedBlock,
@@ -23,6 +23,7 @@ from kv_transfer.handoff import (
 from kv_transfer.logprobs import TokenLogprobs
 from kv_transfer.sender import KVSender, SenderStats
 from kv_transfer.transport import Clock, TransferError
+from workers.engine.block_table import BlockTable
 from workers.engine.events import (
     Admitted,
     ChunkComputed,
@@ -57,9 +58,11 @@ class _Job:
     sequence_id: SequenceId
     num_prompt_tokens: int
     ended: asyncio.Future[ReleaseReason]
-    granted_blocks: int
-    """Leading blocks that are granted, or that the decode worker had from the start."""
-    block_ids: tuple[BlockId, ...] = ()
+    first_blocks: tuple[int, ...]
+    """By group: blocks before it are not granted, nobody sees them after the prompt."""
+    block_tables: tuple[BlockTable, ...] = ()
+    granted_blocks: int = 0
+    """Of each group, leading blocks that are granted or will not be."""
     first: FirstToken | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Those that no grant has had yet."""
@@ -153,7 +156,12 @@ class PrefillWorker:
         """Start the lease and queue the prompt; on failure neither is left behind."""
         if self._is_stopping:
             raise WorkerStoppingError("the prefill worker is stopping")
-        self._sender.open(key, request.decode, skip_blocks=request.skip_blocks)
+        num_prompt_tokens = len(request.prompt_token_ids)
+        first_blocks = tuple(
+            max(request.skip_blocks, first)
+            for first in self._layout.first_blocks(num_prompt_tokens)
+        )
+        self._sender.open(key, request.decode, first_blocks=first_blocks)
         try:
             sequence_id = self._engine.submit(
                 prompt_token_ids=request.prompt_token_ids,
@@ -171,9 +179,9 @@ class PrefillWorker:
         job = _Job(
             request_id=request.request_id,
             sequence_id=sequence_id,
-            num_prompt_tokens=len(request.prompt_token_ids),
+            num_prompt_tokens=num_prompt_tokens,
+            first_blocks=first_blocks,
             ended=asyncio.get_running_loop().create_future(),
-            granted_blocks=request.skip_blocks,
         )
         self._jobs[key] = job
         return job
@@ -183,10 +191,10 @@ class PrefillWorker:
         if job is None:
             return
         if isinstance(event, Admitted):  # what was found need not wait for the first chunk
-            self._grant_computed(key, job, event.block_ids, event.num_hit_tokens)
+            self._grant_computed(key, job, event.block_tables, event.num_hit_tokens)
         elif isinstance(event, ChunkComputed):
             job.prompt_logprobs += event.prompt_logprobs
-            self._grant_computed(key, job, event.block_ids, event.num_computed)
+            self._grant_computed(key, job, event.block_tables, event.num_computed)
         elif isinstance(event, PromptComputed):
             job.first = FirstToken(
                 token_id=event.first_token,
@@ -199,26 +207,30 @@ class PrefillWorker:
             self._sender.revoke(key, job.failure)
 
     def _grant_computed(
-        self, key: TransferKey, job: _Job, block_ids: tuple[BlockId, ...], num_computed: int
+        self, key: TransferKey, job: _Job, block_tables: tuple[BlockTable, ...], num_computed: int
     ) -> None:
         """Grant the full blocks among the computed tokens."""
-        job.block_ids = block_ids
+        job.block_tables = block_tables
         self._grant(key, job, num_computed // self._layout.block_size)
 
     def _grant(self, key: TransferKey, job: _Job, upto: int) -> None:
         """Grant the logical blocks that became final since the last grant."""
-        if upto <= job.granted_blocks and job.first is None:
-            return
-        block_size = self._layout.block_size
         blocks = tuple(
-            GrantedBlock(
-                logical=LogicalBlock(logical),
-                block_id=job.block_ids[logical],
-                generation=self._engine.generation_of(job.block_ids[logical]),
-                valid_tokens=min(block_size, job.num_prompt_tokens - logical * block_size),
-            )
-            for logical in range(job.granted_blocks, upto)
+            self._granted(job, group, index)
+            for group, first in enumerate(job.first_blocks)
+            for index in range(max(job.granted_blocks, first), upto)
         )
-        job.granted_blocks = upto
-        logprobs, job.prompt_logprobs = job.prompt_logprobs, ()
-        self._sender.grant(key, blocks, job.first, prompt_logprobs=logprobs)
+        job.granted_blocks = max(job.granted_blocks, upto)
+        if blocks or job.first is not None:
+            logprobs, job.prompt_logprobs = job.prompt_logprobs, ()
+            self._sender.grant(key, blocks, job.first, prompt_logprobs=logprobs)
+
+    def _granted(self, job: _Job, group: int, index: int) -> GrantedBlock:
+        block_id = job.block_tables[group].block(index)
+        block_size = self._layout.block_size
+        return GrantedBlock(
+            logical=logical_block(group, index),
+            block_id=block_id,
+            generation=self._engine.generation_of(block_id),
+            valid_tokens=min(block_size, job.num_prompt_tokens - index * block_size),
+        )

@@ -23,6 +23,7 @@ from deployments.bench.errors import BenchInputError, NothingMeasuredError
 from deployments.bench.measure import quantile
 from kv_transfer.geometry import BlockId, KVLayout
 from workers.engine.attention.backend import build_metadata
+from workers.engine.block_table import BlockTable
 from workers.engine.build import build_runner
 from workers.engine.model_runner import RaggedModelRunner
 from workers.engine.step import ScheduledSequence, SequenceId, StepPlan
@@ -30,6 +31,7 @@ from workers.host import available_cores
 from workers.models.facts import facts_from_info
 from workers.models.loading import ModelInfo, load_model_info, load_tokenizer, pick_dtype
 from workers.models.store import ModelStore, default_cache_dir
+from workers.planning import kv_layout
 
 __all__ = [
     "Quality",
@@ -97,17 +99,26 @@ class Scorer:
 
         A sequence of its own begins at start 0, and takes the blocks of the one before it.
         """
-        blocks = range(self._layout.blocks_for(end))
         sequence = ScheduledSequence(
             sequence_id=SequenceId(0),
             token_ids=tuple(token_ids[start:end]),
             start=start,
-            block_ids=tuple(BlockId(block) for block in blocks),
+            block_tables=self._tables(self._layout.blocks_for(end)),
             sampling=None,
         )
         plan = StepPlan(step_id=0, sequences=(sequence,))
         rows = np.arange(end - start, dtype=np.int64)
         return self._runner.logits(build_metadata(plan, self._layout.block_size), rows).float()
+
+    def _tables(self, num_blocks: int) -> tuple[BlockTable, ...]:
+        """Every token's KV in every group: what a sliding window hides costs little here."""
+        num_groups = len(self._layout.groups)
+        return tuple(
+            BlockTable(
+                block_ids=tuple(BlockId(block * num_groups + group) for block in range(num_blocks))
+            )
+            for group in range(num_groups)
+        )
 
 
 def measure_file(
@@ -235,20 +246,12 @@ def _load_scorer(path: Path, info: ModelInfo, dtype: str, options: QualityOption
     """The engine's runner in a dtype, over a pool of one window."""
     settings = ModelSettings.model_validate({"dtype": dtype})
     facts = facts_from_info(info, settings, has_bf16_cpu=False)
-    layout = KVLayout(
-        model_digest=facts.digest,
-        dtype=facts.dtype,
-        element_bytes=facts.element_bytes,
-        num_layers=facts.num_layers,
-        num_kv_heads=facts.num_kv_heads,
-        head_dim=facts.head_dim,
-        block_size=_BLOCK_SIZE,
-    )
+    layout = kv_layout(facts, block_size=_BLOCK_SIZE, max_model_len=options.window_tokens)
     runner, _ = build_runner(
         path,
         info=info,
         layout=layout,
-        num_blocks=layout.blocks_for(options.window_tokens),
+        num_blocks=layout.blocks_for(options.window_tokens) * len(layout.groups),
         dtype=pick_dtype(settings.dtype, "cpu"),
         threads=options.threads or available_cores(),
         max_model_len=options.window_tokens,

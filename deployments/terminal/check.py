@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from configs.schema import Settings
 from deployments.terminal.tables import format_columns
+from kv_transfer.geometry import KVLayout
 from kv_transfer.shared_memory import can_share_memory
 from workers.host import available_bytes, available_cores, has_bf16_cpu
 from workers.models.facts import find_snapshot, read_facts
 from workers.models.store import ModelStore, default_cache_dir
-from workers.planning import DeploymentPlan, Outcome, WorkerPlan, format_bytes, plan
+from workers.planning import (
+    DeploymentPlan,
+    Outcome,
+    WorkerPlan,
+    format_bytes,
+    has_prefix_cache,
+    plan,
+)
 
 __all__ = ["plan_as_json", "plan_as_text", "plan_for_host"]
 
 _MARKS = {Outcome.HOLDS: "ok", Outcome.WARNS: "warn", Outcome.FAILS: "FAIL"}
-_HEADINGS = ("ROLE", "WORKERS", "THREADS", "BLOCKS", "TOKENS", "SIZE", "FULL WINDOWS")
+_HEADINGS = (
+    "ROLE",
+    "WORKERS",
+    "THREADS",
+    "BLOCKS",
+    "TOKENS",
+    "SIZE",
+    "BLOCKS A WINDOW",
+    "FULL WINDOWS",
+)
 
 
 def plan_for_host(settings: Settings, environ: Mapping[str, str]) -> DeploymentPlan:
@@ -47,7 +65,8 @@ def plan_as_text(settings: Settings, deployment: DeploymentPlan) -> str:
             f"Window  {deployment.window} tokens{own}",
             f"KV      {format_bytes(layout.bytes_per_token)} per token, "
             f"{format_bytes(layout.bytes_per_block)} per block of {layout.block_size} tokens, "
-            f"{layout.dtype}, prefix cache {'on' if settings.kv.prefix_cache else 'off'}",
+            f"{layout.dtype}, prefix cache {_prefix_cache(settings, layout)}",
+            *_sliding(layout),
             f"Pools   {format_bytes(deployment.total_pool_bytes)} in all",
             "",
             format_columns(rows),
@@ -68,7 +87,11 @@ def plan_as_json(settings: Settings, deployment: DeploymentPlan) -> dict[str, An
         "kv": {
             "dtype": layout.dtype,
             "block_size": layout.block_size,
-            "prefix_cache": settings.kv.prefix_cache,
+            "prefix_cache": has_prefix_cache(settings, layout),
+            "groups": [
+                {"layers": len(group.layers), "sliding_window": group.sliding_window}
+                for group in layout.groups
+            ],
             "bytes_per_token": layout.bytes_per_token,
             "bytes_per_block": layout.bytes_per_block,
         },
@@ -81,6 +104,25 @@ def plan_as_json(settings: Settings, deployment: DeploymentPlan) -> dict[str, An
     }
 
 
+def _prefix_cache(settings: Settings, layout: KVLayout) -> str:
+    if has_prefix_cache(settings, layout):
+        return "on"
+    return "off: the model has sliding windows" if settings.kv.prefix_cache else "off"
+
+
+def _sliding(layout: KVLayout) -> list[str]:
+    """Which part of a token's KV is given up when it is behind a window; nothing if none is."""
+    layers: Counter[int] = Counter()
+    for group in layout.groups:
+        if group.sliding_window is not None:
+            layers[group.sliding_window] += len(group.layers)
+    return [
+        f"        {format_bytes(count * layout.bytes_per_layer_token)} of that only while the "
+        f"token is among the last {window} ({count} of {layout.num_layers} layers)"
+        for window, count in layers.items()
+    ]
+
+
 def _row(worker: WorkerPlan) -> tuple[str, ...]:
     return (
         worker.role,
@@ -89,5 +131,6 @@ def _row(worker: WorkerPlan) -> tuple[str, ...]:
         str(worker.num_blocks),
         str(worker.pool_tokens),
         format_bytes(worker.pool_bytes),
+        str(worker.window_blocks),
         str(worker.full_windows),
     )

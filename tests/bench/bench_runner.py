@@ -24,6 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kv_transfer.geometry import BlockId, KVLayout
+from workers.engine.block_table import BlockTable
 from workers.engine.build import build_runner
 from workers.engine.model_runner import RaggedModelRunner
 from workers.engine.sampling_params import SamplingParams
@@ -45,7 +46,7 @@ class BatonSide:
         blocks = -(-capacity // _BLOCK_SIZE)
         shuffled = torch.randperm(blocks * len(prompts), generator=torch.manual_seed(0)).tolist()
         self._tables = [
-            tuple(BlockId(block) for block in shuffled[i * blocks : (i + 1) * blocks])
+            (BlockTable(block_ids=tuple(map(BlockId, shuffled[i * blocks : (i + 1) * blocks]))),)
             for i in range(len(prompts))
         ]
 
@@ -58,7 +59,7 @@ class BatonSide:
                     sequence_id=SequenceId(i),
                     token_ids=tuple(tokens[self._computed :]),
                     start=self._computed,
-                    block_ids=table,
+                    block_tables=table,
                     sampling=_GREEDY,
                 )
                 for i, (tokens, table) in enumerate(zip(self._tokens, self._tables, strict=True))
@@ -87,7 +88,7 @@ class BatonSide:
                             sequence_id=SequenceId(0),
                             token_ids=tuple(tokens[start:end]),
                             start=start,
-                            block_ids=self._tables[0],
+                            block_tables=self._tables[0],
                             sampling=_GREEDY if end == len(tokens) else None,
                         ),
                     ),

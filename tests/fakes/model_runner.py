@@ -7,7 +7,8 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from kv_transfer.logprobs import TokenLogprobs
-from workers.engine.step import SequenceId, StepPlan, StepResult
+from workers.engine.block_table import BlockTable
+from workers.engine.step import ScheduledSequence, SequenceId, StepPlan, StepResult
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -15,11 +16,24 @@ def next_token(token_ids: Sequence[int]) -> int:
     return zlib.crc32(repr(tuple(token_ids)).encode()) % 1000
 
 
-def generate(prompt: Sequence[int], num_tokens: int) -> list[int]:
+Windows = Sequence[int | None]
+"""By group of layers, how many tokens one sees; None is all."""
+
+
+def seen(token_ids: Sequence[int], windows: Windows) -> list[int]:
+    """What the fake model's groups of layers see after token_ids, one after the other."""
+    return [
+        token_id
+        for window in windows
+        for token_id in (token_ids if window is None else token_ids[-window:])
+    ]
+
+
+def generate(prompt: Sequence[int], num_tokens: int, windows: Windows = (None,)) -> list[int]:
     """What a sequence should sample, computed without an engine."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
-        token_ids.append(next_token(token_ids))
+        token_ids.append(next_token(seen(token_ids, windows)))
     return token_ids[len(prompt) :]
 
 
@@ -33,12 +47,13 @@ def fake_logprobs(before: Sequence[int], token_id: int, num_top: int) -> TokenLo
 class FakeModelRunner:
     """Executes plans on a KV that is the token ids themselves, kept by slot.
 
-    Sampling reads the whole history back through the block table, so that a wrong start, block or
-    order shows as a wrong token, as it would with a model.
+    Sampling reads what is seen of the history back through each group's block table, so that a
+    wrong start, block or order shows as a wrong token, as it would with a model.
     """
 
-    def __init__(self, *, block_size: int) -> None:
+    def __init__(self, *, block_size: int, windows: Windows = (None,)) -> None:
         self._block_size = block_size
+        self._windows = tuple(windows)
         self._slots: dict[int, int] = {}
         self.tier = "fake"
         self.plans: list[StepPlan] = []
@@ -61,6 +76,21 @@ class FakeModelRunner:
         """The tokens whose KV is in the first num_tokens slots of a block table."""
         return [self._slots[self._slot(block_ids, position)] for position in range(num_tokens)]
 
+    def read_window(self, table: BlockTable, end: int, window: int | None) -> list[int]:
+        """The tokens that one at position end - 1 sees in a group."""
+        first = 0 if window is None else max(0, end - window)
+        gone = table.start * self._block_size
+        assert gone <= first, f"tokens from {first} on are seen, the table begins with {gone}"
+        return self.read(table.block_ids, end - gone)[first - gone :]
+
+    def read_seen(self, entry: ScheduledSequence, end: int) -> list[int]:
+        """What the groups of layers see from position end - 1, one after the other."""
+        return [
+            token_id
+            for table, window in zip(entry.block_tables, self._windows, strict=True)
+            for token_id in self.read_window(table, end, window)
+        ]
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Write every row's KV, then sample where the plan asks for it."""
         self.plans.append(plan)
@@ -72,9 +102,11 @@ class FakeModelRunner:
             raise self.errors.pop(0)
         sampled: dict[SequenceId, int] = {}
         for entry in plan.sequences:
-            self.write(entry.block_ids, entry.token_ids, entry.start)
+            for table in entry.block_tables:
+                start = entry.start - table.start * self._block_size
+                self.write(table.block_ids, entry.token_ids, start)
             if entry.sampling is not None and entry.sequence_id not in self.failed:
-                sampled[entry.sequence_id] = next_token(self.read(entry.block_ids, entry.end))
+                sampled[entry.sequence_id] = next_token(self.read_seen(entry, entry.end))
         failed = {
             entry.sequence_id: self.failed[entry.sequence_id]
             for entry in plan.sequences
@@ -86,7 +118,7 @@ class FakeModelRunner:
             failed=failed,
             logprobs={
                 entry.sequence_id: fake_logprobs(
-                    self.read(entry.block_ids, entry.end),
+                    self.read_seen(entry, entry.end),
                     sampled[entry.sequence_id],
                     entry.sampling.logprobs,
                 )
@@ -98,7 +130,7 @@ class FakeModelRunner:
             prompt_logprobs={
                 entry.sequence_id: tuple(
                     fake_logprobs(
-                        self.read(entry.block_ids, entry.start + row + 1),
+                        self.read_seen(entry, entry.start + row + 1),
                         token_id,
                         entry.scoring.num_top,
                     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kv_transfer.geometry import KVGroup
+from tests.fakes.model_runner import Windows
 from workers.engine.block_pool import BlockPool
 from workers.engine.events import Event
 from workers.engine.prefix_cache import PrefixScope
@@ -27,9 +29,21 @@ def make_scheduler(
     aging_s: float = 10.0,
     scope: PrefixScope | None = None,
     scored_tokens: int = 128,
+    windows: Windows = (None,),
 ) -> Scheduler:
     """A scheduler small enough to reach its limits in a few calls; a scope turns hits on."""
-    pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=max_model_len)
+    groups = tuple(KVGroup(layers=(i,), sliding_window=w) for i, w in enumerate(windows))
+    pool = BlockPool(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_model_len=max_model_len,
+        window_blocks=sum(
+            group.max_blocks(
+                max_model_len, chunk_tokens=prefill_chunk_tokens, block_size=BLOCK_SIZE
+            )
+            for group in groups
+        ),
+    )
     config = SchedulerConfig(
         max_model_len=max_model_len,
         max_sequences=max_sequences,
@@ -39,7 +53,7 @@ def make_scheduler(
         aging_s=aging_s,
         scored_tokens=scored_tokens,
     )
-    return Scheduler(pool, config, scope)
+    return Scheduler(pool, config, scope, groups=groups)
 
 
 def make_spec(

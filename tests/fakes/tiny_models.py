@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kv_transfer.geometry import KVLayout
-from workers.models.loading import kv_shape
+from workers.models.loading import kv_shape, sliding_windows_of
 
 WINDOW = 8
 """Sliding window of the families that have one, in tokens; a few prompts long."""
@@ -217,4 +217,5 @@ def layout_of(model: torch.nn.Module, *, block_size: int) -> KVLayout:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_size=block_size,
+        sliding_windows=sliding_windows_of(config),
     )

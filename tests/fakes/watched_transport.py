@@ -90,9 +90,15 @@ class WatchedPool(BlockPool):
         num_blocks: int,
         block_size: int,
         max_model_len: int,
+        window_blocks: int,
         transport: WatchedTransport | None,
     ) -> None:
-        super().__init__(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
+        super().__init__(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            window_blocks=window_blocks,
+        )
         self._transport = transport
 
     def release(self, block_ids: Sequence[BlockId]) -> None:

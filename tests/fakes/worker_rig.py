@@ -136,6 +136,13 @@ class RigConfig:
         default_factory=lambda: DecodeConfig(local_prefill_tokens=3, transfer_deadline_s=20.0)
     )
 
+    @property
+    def window_blocks(self) -> int:
+        """Blocks that a request of the whole window needs at once."""
+        return self.layout.sequence_blocks(
+            self.max_model_len, chunk_tokens=self.prefill_chunk_tokens
+        )
+
 
 @dataclass(slots=True, kw_only=True)
 class Side:
@@ -324,6 +331,7 @@ class Rig:
             num_blocks=num_blocks,
             block_size=config.layout.block_size,
             max_model_len=config.max_model_len,
+            window_blocks=config.window_blocks,
             transport=watch,
         )
         scheduler = Scheduler(
@@ -338,6 +346,7 @@ class Rig:
             PrefixScope(fingerprint=config.layout.fingerprint, block_size=config.layout.block_size)
             if config.prefix_cache
             else None,
+            groups=config.layout.groups,
         )
         return Side(
             runner=runner,
@@ -352,7 +361,7 @@ class Rig:
                 bytes_per_block=config.layout.bytes_per_block,
                 block_size=config.layout.block_size,
                 max_model_len=config.max_model_len,
-                pool_tokens=num_blocks * config.layout.block_size,
+                pool_tokens=num_blocks * config.max_model_len // config.window_blocks,
                 host="here",
             ),
         )

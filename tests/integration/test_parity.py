@@ -20,6 +20,7 @@ from tests.fakes.tiny_models import MAX_MODEL_LEN, REFUSED, SERVED, layout_of, m
 from tests.parity.ledger import TIE
 from tests.parity.references import Reference, make_reference
 from workers.engine.attention.torch_cpu import TorchCpuBackend
+from workers.engine.block_table import BlockTable
 from workers.engine.build import build_runner, make_forward
 from workers.engine.kv_cache import KVCache
 from workers.engine.model_runner import RaggedModelRunner
@@ -54,7 +55,7 @@ class Running:
     num_prompt_tokens: int
     end: int
     joins_at: int
-    block_ids: tuple[BlockId, ...]
+    block_tables: tuple[BlockTable, ...]
     computed: int = 0
 
 
@@ -66,6 +67,7 @@ def drive(
     *,
     chunk=10_000,
     lag=0,
+    num_groups=1,
 ) -> list[tuple[int, ...]]:
     """Generate for all prompts, batched; prompt i joins at step i * lag, in chunks."""
     shuffled = torch.randperm(num_blocks, generator=torch.manual_seed(1)).tolist()
@@ -79,7 +81,10 @@ def drive(
                 num_prompt_tokens=len(reference.prompt),
                 end=end,
                 joins_at=i * lag,
-                block_ids=tuple(BlockId(shuffled.pop()) for _ in range(needed)),
+                block_tables=tuple(
+                    BlockTable(block_ids=tuple(BlockId(shuffled.pop()) for _ in range(needed)))
+                    for _ in range(num_groups)
+                ),
             )
         )
     for step_id in range(10_000):
@@ -110,7 +115,7 @@ def _schedule(sequence_id: SequenceId, sequence: Running, chunk: int) -> Schedul
         sequence_id=sequence_id,
         token_ids=tuple(sequence.tokens[start:end]),
         start=start,
-        block_ids=sequence.block_ids,
+        block_tables=sequence.block_tables,
         sampling=GREEDY if end == len(sequence.tokens) else None,
     )
 
@@ -151,10 +156,13 @@ def test_tiny_model_gives_the_tokens_of_generate(family, tier):
         make = partial(StockForward, model)
 
     for ways in ({}, {"chunk": 5}, {"chunk": 5, "lag": 3}):
-        kv_cache = KVCache(layout, 64, poison=True)
+        num_groups = len(layout.groups)
+        num_blocks = 64 * num_groups
+        kv_cache = KVCache(layout, num_blocks, poison=True)
         runner = RaggedModelRunner(make(TorchCpuBackend(kv_cache)), block_size=BLOCK_SIZE)
         assert runner.tier == tier
-        assert_parity(references, drive(runner, references, 64, BLOCK_SIZE, **ways))
+        generated = drive(runner, references, num_blocks, BLOCK_SIZE, num_groups=num_groups, **ways)
+        assert_parity(references, generated)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -115,9 +115,14 @@ class Mode:
 
     def _num_blocks(self, subject: Subject) -> int:
         """Room for the largest requests that may run together, and for a window."""
+
+        def blocks_for(num_tokens: int) -> int:
+            chunk = self.chunk_tokens or subject.max_model_len
+            return subject.layout.sequence_blocks(num_tokens, chunk_tokens=chunk)
+
         largest = sorted(
             (
-                subject.layout.blocks_for(len(reference.prompt) + len(reference.tokens))
+                blocks_for(len(reference.prompt) + len(reference.tokens))
                 for wave in self.waves(subject)
                 for reference in wave
             ),
@@ -125,7 +130,7 @@ class Mode:
         )
         # A cache keeps all that was asked: what it had to evict would be no hit.
         held = largest if self.has_prefix_cache else largest[: self.together]
-        return max(subject.layout.blocks_for(subject.max_model_len), sum(held))
+        return max(blocks_for(subject.max_model_len), sum(held))
 
 
 def _all_moved(rig: Rig, watch: Watch) -> bool:

@@ -20,7 +20,7 @@ from workers.engine.sampling_params import SamplingParams
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
-FAMILIES = ("llama", "mistral", "gemma3_text", "gpt2")
+FAMILIES = ("llama", "qwen3", "gpt2")
 BLOCK_SIZE = 4
 TIE = 1e-4
 """Logits that are closer may change places by rounding alone."""

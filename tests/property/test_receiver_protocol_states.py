@@ -86,7 +86,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             num_tokens=num_tokens,
             block_size=BLOCK_SIZE,
             placement=[BlockId(i) for i in range(self.skip, self.end + spare)],
-            skip_blocks=self.skip,
+            first_blocks=(self.skip,),
         )
         self.granted: set[int] = set()
         self.landed: set[int] = set()

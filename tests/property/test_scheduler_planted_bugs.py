@@ -8,8 +8,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.property.test_scheduler_states import SchedulerMachine
+from kv_transfer.geometry import KVGroup
+from tests.property.test_scheduler_states import SchedulerMachine, SlidingWindowMachine
 from workers.engine.block_pool import BlockPool, BlockState
+from workers.engine.block_table import TableRules
 from workers.engine.holdings import Holdings
 from workers.engine.prefix_cache import PrefixCache, PrefixScope
 from workers.engine.sequence import SequenceMode
@@ -127,6 +129,67 @@ def store_before_it_is_full(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Holdings, "_store", store_early)
 
 
+def give_up_one_token_too_early(patch: pytest.MonkeyPatch) -> None:
+    first_block = KVGroup.first_block
+    patch.setattr(
+        KVGroup, "first_block", lambda group, position, size: first_block(group, position + 1, size)
+    )
+
+
+def give_up_what_the_chunk_still_sees(patch: pytest.MonkeyPatch) -> None:
+    """As if the step that is planned were over."""
+    needed = TableRules.needed
+
+    def needed_after(rules, group, num_tokens, *, position, is_decoding):
+        ahead = 1 if is_decoding else rules.chunk_tokens
+        return needed(rules, group, num_tokens, position=position + ahead, is_decoding=is_decoding)
+
+    patch.setattr(TableRules, "needed", needed_after)
+
+
+def give_up_while_a_step_reads(patch: pytest.MonkeyPatch) -> None:
+    """The blocks of the step in flight go to whoever is admitted meanwhile."""
+    take_off = Holdings.take_off
+
+    def take_off_light(holdings, sequence_ids):
+        take_off(holdings, sequence_ids)
+        holdings._in_step = frozenset()
+
+    patch.setattr(Holdings, "take_off", take_off_light)
+
+
+def forget_the_block_that_a_chunk_begins_within(patch: pytest.MonkeyPatch) -> None:
+    max_blocks = KVGroup.max_blocks
+
+    def one_less(group, num_tokens, *, chunk_tokens, block_size):
+        size = max_blocks(group, num_tokens, chunk_tokens=chunk_tokens, block_size=block_size)
+        return size if group.sliding_window is None else max(1, size - 1)
+
+    patch.setattr(KVGroup, "max_blocks", one_less)
+
+
+def go_on_from_where_the_transfer_was_to_write(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Holdings, "start_over", lambda *_: None)
+
+
+def keep_the_room_for_chunks(patch: pytest.MonkeyPatch) -> None:
+    needed = TableRules.needed
+
+    def never_decoding(rules, group, num_tokens, *, position, is_decoding):
+        return needed(rules, group, num_tokens, position=position, is_decoding=False)
+
+    patch.setattr(TableRules, "needed", never_decoding)
+
+
+WINDOW_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
+    give_up_one_token_too_early,
+    give_up_what_the_chunk_still_sees,
+    give_up_while_a_step_reads,
+    forget_the_block_that_a_chunk_begins_within,
+    go_on_from_where_the_transfer_was_to_write,
+    keep_the_room_for_chunks,
+)
+
 BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     leave_the_salt_out,
     skip_the_holder_count,
@@ -140,6 +203,13 @@ BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     store_behind_somebody_elses_block,
     store_before_it_is_full,
 )
+
+
+@pytest.mark.parametrize("bug", WINDOW_BUGS, ids=lambda bug: bug.__name__)
+def test_machine_with_sliding_windows_finds(bug, monkeypatch):
+    bug(monkeypatch)
+    with pytest.raises(Exception):  # noqa: B017, PT011  # how it shows is the bug's own
+        run_state_machine_as_test(SlidingWindowMachine, settings=FINDING)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)

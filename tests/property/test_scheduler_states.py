@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kv_transfer.geometry import BlockId
-from tests.fakes.model_runner import FakeModelRunner, generate
+from tests.fakes.model_runner import FakeModelRunner, Windows, generate
 from tests.fakes.scheduling import BLOCK_SIZE, SCOPE, make_scheduler
+from workers.engine.block_table import BlockTable
 from workers.engine.events import (
     TERMINAL_EVENTS,
     Admitted,
@@ -28,9 +29,10 @@ from workers.engine.events import (
     SequenceFinished,
     TokensSampled,
 )
+from workers.engine.prefix_cache import PrefixScope
 from workers.engine.sampling_params import SamplingParams
 from workers.engine.sequence import SequenceMode, SequenceSpec, SequenceStatus
-from workers.engine.step import SequenceId, StepPlan, StepResult
+from workers.engine.step import ScheduledSequence, SequenceId, StepPlan, StepResult
 from workers.errors import (
     DeadlineExceededError,
     QueueFullError,
@@ -50,11 +52,12 @@ TEXTS = 2
 class Record:
     """What one sequence was promised and what it has got."""
 
-    def __init__(self, spec: SequenceSpec, now: float) -> None:
+    def __init__(self, spec: SequenceSpec, now: float, windows: Windows) -> None:
         self.spec = spec
+        self.windows = windows
         self.rank = (now + spec.priority * AGING_S, spec.sequence_id)
         """Whose turn it is: lower goes first."""
-        self.block_ids: tuple[BlockId, ...] = ()
+        self.tables: tuple[BlockTable, ...] = ()
         self.admission = 0
         """Its number among all that were admitted, once it is."""
         self.token_ids: list[int] = []
@@ -77,7 +80,8 @@ class Record:
     @property
     def placement(self) -> tuple[BlockId, ...]:
         """Where a transfer writes."""
-        return self.block_ids[self.num_hit_tokens // BLOCK_SIZE :]
+        hit = self.num_hit_tokens // BLOCK_SIZE
+        return tuple(block for table in self.tables for block in table.cut(hit, table.end))
 
     @property
     def is_held(self) -> bool:
@@ -88,9 +92,11 @@ class Record:
         assert self.end is None, f"{event} after {self.end}: INV-ONE-END"
         match event:
             case Admitted():
-                assert not self.block_ids
-                assert len(event.block_ids) * BLOCK_SIZE >= self.num_reserved_tokens
-                self.block_ids = event.block_ids
+                assert not self.tables
+                self.tables = event.block_tables
+                for table, window in zip(self.tables, self.windows, strict=True):
+                    if window is None:
+                        assert len(table.block_ids) * BLOCK_SIZE >= self.num_reserved_tokens
                 self.num_hit_tokens = self.num_computed = event.num_hit_tokens
                 assert event.num_hit_tokens < len(self.spec.prompt_token_ids)
                 assert self.spec.uses_prefix_cache or event.num_hit_tokens == 0
@@ -98,7 +104,7 @@ class Record:
             case ChunkComputed():
                 assert event.num_computed > self.num_computed
                 self.num_computed = event.num_computed
-                self.block_ids = event.block_ids
+                self.tables = event.block_tables
             case PromptComputed():
                 assert self.num_computed == len(self.spec.prompt_token_ids)
                 self.first_token = event.first_token
@@ -114,7 +120,7 @@ class Record:
 
     def check_tokens(self) -> None:
         """What was sampled is what the model gives for this sequence alone."""
-        expected = generate(self.spec.prompt_token_ids, self.spec.sampling.max_tokens)
+        expected = generate(self.spec.prompt_token_ids, self.spec.sampling.max_tokens, self.windows)
         assert self.token_ids == expected[: len(self.token_ids)]
         assert self.spec.sampling.stop_token_ids.isdisjoint(self.token_ids)
         if self.first_token is not None:
@@ -130,17 +136,22 @@ class Record:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    WINDOWS: Windows = (None,)
+    NUM_BLOCKS = 10
+    SCOPE: PrefixScope | None = SCOPE
+
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = make_scheduler(
-            num_blocks=10,
+            num_blocks=self.NUM_BLOCKS,
+            windows=self.WINDOWS,
             max_sequences=4,
             step_tokens=STEP_TOKENS,
             queue_limit=3,
             aging_s=AGING_S,
-            scope=SCOPE,
+            scope=self.SCOPE,
         )
-        self.runner = FakeModelRunner(block_size=BLOCK_SIZE)
+        self.runner = FakeModelRunner(block_size=BLOCK_SIZE, windows=self.WINDOWS)
         self.records: dict[SequenceId, Record] = {}
         self.in_flight: StepPlan | None = None
         self.now = 0.0
@@ -169,19 +180,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Run the model; what it reads and writes must be of the sequence's own salt."""
         for entry in plan.sequences:
             salt = self.records[entry.sequence_id].spec.cache_salt
-            first_written = entry.start // BLOCK_SIZE
-            self.salt_is_its_own(entry.block_ids[:first_written], salt)
-            self.note_salt(
-                entry.block_ids[first_written:], entry.end - first_written * BLOCK_SIZE, salt
-            )
-        return self.runner.execute(plan)
+            first_written, end = entry.start // BLOCK_SIZE, -(-entry.end // BLOCK_SIZE)
+            for table in entry.block_tables:
+                self.salt_is_its_own(table.cut(0, first_written), salt)
+                self.note_salt(table.cut(first_written, end), salt)
+        result = self.runner.execute(plan)
+        for entry in plan.sequences:
+            self.every_row_sees_its_tokens(entry)
+        return result
+
+    def every_row_sees_its_tokens(self, entry: ScheduledSequence) -> None:
+        record = self.records[entry.sequence_id]
+        token_ids = [*record.spec.prompt_token_ids, *record.token_ids]
+        for table, window in zip(entry.block_tables, self.WINDOWS, strict=True):
+            first = 0 if window is None else max(0, entry.start - window + 1)
+            reach = None if window is None else entry.end - first
+            assert self.runner.read_window(table, entry.end, reach) == token_ids[first : entry.end]
 
     def salt_is_its_own(self, block_ids: tuple[BlockId, ...], salt: str) -> None:
         assert all(self.salts.get(block_id) == salt for block_id in block_ids), "INV-SALT"
 
-    def note_salt(self, block_ids: tuple[BlockId, ...], num_tokens: int, salt: str) -> None:
-        num_blocks = -(-num_tokens // BLOCK_SIZE)
-        self.salts.update(dict.fromkeys(block_ids[:num_blocks], salt))
+    def note_salt(self, block_ids: tuple[BlockId, ...], salt: str) -> None:
+        self.salts.update(dict.fromkeys(block_ids, salt))
 
     def table_of(self, number: SequenceId) -> tuple[BlockId, ...]:
         return self.scheduler._roster.live[number].block_ids
@@ -220,7 +240,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if follows and self.records:  # the next turn of a conversation
             before = self.records[SequenceId(number - 1)]
             token_ids = (*before.spec.prompt_token_ids, *before.token_ids, 7)[:24]
-        stop = () if stops_at is None else generate(token_ids, stops_at)[-1:]
+        stop = () if stops_at is None else generate(token_ids, stops_at, self.WINDOWS)[-1:]
         spec = SequenceSpec(
             sequence_id=number,
             prompt_token_ids=token_ids,
@@ -231,7 +251,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             cache_salt=salt,
             uses_prefix_cache=looks_up,
         )
-        self.records[number] = Record(spec, self.now)
+        self.records[number] = Record(spec, self.now, self.WINDOWS)
         try:
             self.scheduler.submit(spec, self.now)
         except QueueFullError:
@@ -263,8 +283,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def no_slot_is_written_twice(self, plan: StepPlan) -> None:
         slots = [
-            (entry.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE)
+            (table.block(position // BLOCK_SIZE), position % BLOCK_SIZE)
             for entry in plan.sequences
+            for table in entry.block_tables
             for position in range(entry.start, entry.end)
         ]
         assert len(slots) == len(set(slots))
@@ -318,16 +339,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def publish(self, data: st.DataObject) -> None:
         number = self.pick(data, self.in_status(SequenceStatus.AWAITING_KV))
         record = self.records[number]
-        prompt, hit, salt = (
-            record.spec.prompt_token_ids,
-            record.num_hit_tokens,
-            record.spec.cache_salt,
-        )
-        self.salt_is_its_own(record.block_ids[: hit // BLOCK_SIZE], salt)
-        self.note_salt(record.placement, len(prompt) - hit, salt)
-        self.runner.write(record.placement, prompt[hit:])
+        prompt, salt = record.spec.prompt_token_ids, record.spec.cache_salt
+        hit = record.num_hit_tokens // BLOCK_SIZE
+        for table in record.tables:
+            first = max(hit, table.start)
+            brought = table.cut(first, -(-len(prompt) // BLOCK_SIZE))
+            self.salt_is_its_own(table.cut(0, hit), salt)
+            self.note_salt(brought, salt)
+            self.runner.write(brought, prompt[first * BLOCK_SIZE :])
         record.is_fenced = True
-        assert self.scheduler.publish(number, generate(prompt, 1)[0])
+        assert self.scheduler.publish(number, generate(prompt, 1, self.WINDOWS)[0])
         self.drain()
 
     @precondition(lambda self: self.in_status(SequenceStatus.AWAITING_KV))
@@ -406,10 +427,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 held.extend(self.records[number].placement)
         if self.in_flight is not None:
             for entry in self.in_flight.sequences:
-                blocks = entry.block_ids[entry.start // BLOCK_SIZE :]
-                written.extend(blocks)
-                if self.records[entry.sequence_id].end is not None:
-                    held.extend(blocks)
+                first = entry.start // BLOCK_SIZE
+                for table in entry.block_tables:
+                    blocks = table.cut(first, table.end)
+                    written.extend(blocks)
+                    if self.records[entry.sequence_id].end is not None:
+                        held.extend(blocks)
         times = Counter(held)
         assert all(times[block_id] == 1 for block_id in written)
         assert all(self.scheduler.pool.num_holders(block_id) for block_id in held)
@@ -430,7 +453,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for number in self.in_status(SequenceStatus.HELD):
             record = self.records[number]
             prompt = list(record.spec.prompt_token_ids)
-            assert self.runner.read(record.block_ids, len(prompt)) == prompt
+            for table, window in zip(record.tables, self.WINDOWS, strict=True):
+                reach = None if window is None else window - 1  # the next token sees itself too
+                visible = prompt if reach is None else prompt[-reach:]
+                assert self.runner.read_window(table, len(prompt), reach) == visible
 
     @invariant()
     def what_can_be_found_is_what_it_is_named_by(self) -> None:
@@ -457,7 +483,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check_invariants()
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=50, deadline=None
-)
+class SlidingWindowMachine(SchedulerMachine):
+    """Groups of layers that forget, beside one that does not; none of them has a prefix cache."""
+
+    WINDOWS = (None, 3, 6)
+    NUM_BLOCKS = 26
+    SCOPE = None
+
+    @invariant()
+    def nobody_holds_more_than_it_can_see_and_compute(self) -> None:
+        for number in self.live():
+            tables = self.scheduler._roster.live[number].block_tables
+            for table, window in zip(tables, self.WINDOWS, strict=False):
+                if window is not None:
+                    most = window - 1 + self.scheduler.config.prefill_chunk_tokens
+                    assert (len(table.block_ids) - 2) * BLOCK_SIZE < most
+
+    @invariant()
+    def who_decodes_keeps_no_room_for_chunks(self) -> None:
+        if self.in_flight is None:
+            return
+        for entry in self.in_flight.sequences:
+            if entry.num_output_tokens > 0:
+                for table, window in zip(entry.block_tables, self.WINDOWS, strict=True):
+                    assert window is None or (len(table.block_ids) - 2) * BLOCK_SIZE < window
+
+
+for _machine in (SchedulerMachine, SlidingWindowMachine):
+    _machine.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 test_scheduler_in_any_order = SchedulerMachine.TestCase
+test_scheduler_with_sliding_windows_in_any_order = SlidingWindowMachine.TestCase

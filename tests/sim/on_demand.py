@@ -16,6 +16,7 @@ from operator import attrgetter
 
 from kv_transfer.geometry import BlockId
 from workers.engine.block_pool import BlockPool
+from workers.engine.block_table import BlockTable
 from workers.engine.scheduler import SchedulerConfig
 from workers.engine.sequence import SequenceSpec
 from workers.engine.step import ScheduledSequence, SequenceId, StepPlan, StepResult
@@ -196,7 +197,7 @@ def _rows(sequence: _Sequence, max_tokens: int) -> ScheduledSequence:
         sequence_id=SequenceId(sequence.spec.sequence_id),
         token_ids=tuple(sequence.token_ids[start:end]),
         start=start,
-        block_ids=tuple(sequence.block_ids),
+        block_tables=(BlockTable(block_ids=tuple(sequence.block_ids)),),
         sampling=sequence.spec.sampling if end == len(sequence.token_ids) else None,
         num_output_tokens=sequence.num_output,
     )

@@ -36,6 +36,7 @@ from kv_transfer.transport import LeaseLostError, LinkRefusedError
 from tests.fakes.block_memory import transfer_key
 from tests.verify.walks import Step
 from workers.engine.block_pool import BlockPool, BlockState
+from workers.engine.block_table import ONE_FULL_GROUP
 from workers.engine.events import SequenceAborted
 from workers.engine.holdings import Holdings
 from workers.engine.roster import Roster
@@ -62,7 +63,7 @@ class Engine:
 
     def __init__(self) -> None:
         pool = BlockPool(num_blocks=2, block_size=BLOCK_SIZE, max_model_len=2 * BLOCK_SIZE)
-        self.holdings = Holdings(pool, None)
+        self.holdings = Holdings(pool, None, groups=(ONE_FULL_GROUP,), chunk_tokens=BLOCK_SIZE)
         queue = TicketQueue(limit=0, aging_s=1.0)
         self.roster = Roster(self.holdings, queue, max_sequences=2)
         self._num_added = 0

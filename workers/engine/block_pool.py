@@ -56,12 +56,25 @@ class PoolCounts:
 class BlockPool:
     """Hands out blocks, all or nothing, and takes them back."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_model_len: int) -> None:
-        """Refuses a pool that cannot hold one full window (INV-POOL-WINDOW)."""
-        if num_blocks * block_size < max_model_len:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        window_blocks: int | None = None,
+    ) -> None:
+        """Refuses a pool that cannot hold one full window (INV-POOL-WINDOW).
+
+        `window_blocks` is what a sequence of max_model_len tokens needs at once, in all groups;
+        by default there is one, which keeps everything.
+        """
+        needed = ceil_div(max_model_len, block_size) if window_blocks is None else window_blocks
+        if num_blocks < needed:
             raise PoolTooSmallError(
                 f"INV-POOL-WINDOW: the pool holds {num_blocks * block_size} tokens "
-                f"({num_blocks} blocks of {block_size}), the window is {max_model_len} tokens"
+                f"({num_blocks} blocks of {block_size}), the window is {max_model_len} tokens "
+                f"and needs {needed} blocks"
             )
         self._block_size = block_size
         self._states = bytearray(num_blocks)
@@ -180,6 +193,21 @@ class BlockPool:
                 self.cache.let_go(block_id)
             else:
                 self._make_free(block_id)
+
+    def exchange(self, block_ids: Sequence[BlockId], num_blocks: int) -> tuple[BlockId, ...]:
+        """Release blocks and hold num_blocks others, not more than these; never fails.
+
+        For blocks that nobody else holds: what they give back is enough.
+        """
+        assert num_blocks <= len(block_ids), (
+            f"INV-ADMIT: {num_blocks} blocks are asked for {len(block_ids)}"
+        )
+        self.release(block_ids)
+        if num_blocks == 0:
+            return ()
+        taken = self.reserve(num_blocks)
+        assert taken is not None, "INV-ADMIT: blocks that were given up could not be replaced"
+        return taken
 
     # -- keyed blocks ---------------------------------------------------------------------------
 

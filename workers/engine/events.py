@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from kv_transfer.geometry import BlockId
 from kv_transfer.logprobs import TokenLogprobs
+from workers.engine.block_table import BlockTable
 from workers.engine.step import SequenceId
 from workers.errors import WorkerError
 
@@ -24,8 +24,8 @@ class Admitted:
     """The sequence holds all blocks that it can ever need."""
 
     sequence_id: SequenceId
-    block_ids: tuple[BlockId, ...]
-    """The block table: prompt and output; the prompt alone for a prefill-only sequence."""
+    block_tables: tuple[BlockTable, ...]
+    """By group: what it holds now, from the first block that a transfer would write to."""
     num_hit_tokens: int = 0
     """Prefix hit: leading prompt tokens whose KV is there, a whole number of blocks."""
 
@@ -37,8 +37,8 @@ class ChunkComputed:
     sequence_id: SequenceId
     num_computed: int
     """Leading prompt tokens that have KV now."""
-    block_ids: tuple[BlockId, ...]
-    """The whole block table, as in `Admitted`."""
+    block_tables: tuple[BlockTable, ...]
+    """By group; every block that is needed after the prompt stays in them."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """As in `PromptScored`."""
 

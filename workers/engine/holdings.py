@@ -4,21 +4,28 @@ The holdings turn what happens to a sequence into what happens to its blocks; th
 calls them. A block of an ended sequence stays taken while the step in flight, or a transfer, may
 still write to it (INV-FENCE).
 
+A sequence has a block table for each group of layers. In a group with a sliding window it holds
+only as many blocks as can be needed at once: when its next step is planned, it gives up what no
+token to come can see, and takes as many blocks for the tokens ahead.
+
 Here alone a sequence meets the prefix cache: what is found at admission is held in place of own
 blocks, what fills up is stored. A block that is found is full, so that nobody writes to it: steps
-write behind the computed tokens, transfers behind the prefix hit.
+write behind the computed tokens, transfers behind the prefix hit. There is a prefix cache only
+where all layers are in one group, so that a hit is a run of blocks from the first on.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
-from kv_transfer.geometry import BlockId
+from kv_transfer.geometry import BlockId, KVGroup
 from workers.engine.block_pool import BlockPool, BlockState
+from workers.engine.block_table import BlockTable, TableRules
 from workers.engine.prefix_cache import KeyChain, PrefixScope
-from workers.engine.sequence import Sequence, SequenceStatus
+from workers.engine.sequence import Sequence, SequenceMode, SequenceStatus
 from workers.engine.step import SequenceId
 
 _WITH_TRANSFER: Final = frozenset({SequenceStatus.AWAITING_KV, SequenceStatus.QUARANTINED})
@@ -28,9 +35,24 @@ _WITH_TRANSFER: Final = frozenset({SequenceStatus.AWAITING_KV, SequenceStatus.QU
 class Holdings:
     """Takes blocks for sequences, follows what is computed into them, and gives them back."""
 
-    def __init__(self, pool: BlockPool, scope: PrefixScope | None) -> None:
-        """Without a scope nothing is stored, and nothing found."""
+    def __init__(
+        self,
+        pool: BlockPool,
+        scope: PrefixScope | None,
+        *,
+        groups: tuple[KVGroup, ...],
+        chunk_tokens: int,
+    ) -> None:
+        """Without a scope nothing is stored, and nothing found.
+
+        A step computes at most chunk_tokens tokens of a sequence.
+        """
+        rules = TableRules(groups=groups, block_size=pool.block_size, chunk_tokens=chunk_tokens)
+        if scope is not None and (rules.has_sliding_window or len(groups) > 1):
+            raise ValueError("there is no prefix cache for layers with a sliding window")
         self.pool = pool
+        self._rules = rules
+        self._has_sliding_window = rules.has_sliding_window
         self.num_queried_tokens = 0
         """Prompt tokens of the sequences that were admitted with a look at the cache."""
         self.num_hit_tokens = 0
@@ -57,7 +79,11 @@ class Holdings:
     def has_room(self, sequence: Sequence) -> bool:
         """Whether `take` would succeed."""
         hits = self._find(sequence, 0)
-        return self.pool.fits(self._num_blocks(sequence) - len(hits), hits=hits)
+        return self.pool.fits(self.num_blocks(sequence) - len(hits), hits=hits)
+
+    def num_blocks(self, sequence: Sequence) -> int:
+        """Blocks that a sequence holds at once at most, all groups (INV-ADMIT)."""
+        return sum(self._rules.max_blocks(sequence.spec.num_reserved_tokens))
 
     def take(self, sequence: Sequence) -> bool:
         """Take every block that the sequence can ever need (INV-ADMIT), or none.
@@ -65,10 +91,15 @@ class Holdings:
         The first of them are its prefix hit: blocks that hold its KV already.
         """
         hits = self._find(sequence, 0)
-        block_ids = self.pool.reserve(self._num_blocks(sequence) - len(hits), hits=hits)
+        block_ids = self.pool.reserve(self.num_blocks(sequence) - len(hits), hits=hits)
         if block_ids is None:
             return False
-        sequence.block_ids = block_ids
+        is_awaited = sequence.spec.mode is SequenceMode.AWAIT_KV
+        sequence.block_tables = self._rules.deal(
+            block_ids,
+            sequence.spec.num_reserved_tokens,
+            position=sequence.num_prompt_tokens if is_awaited else 0,
+        )
         if _looks_up(sequence):
             self.num_queried_tokens += sequence.num_prompt_tokens
         self._add_hit(sequence, len(hits))
@@ -86,34 +117,51 @@ class Holdings:
         if rest or not self._follows(sequence, index):
             return
         found = self._find(sequence, index)
-        for block_id, present in zip(sequence.block_ids[index:], found, strict=False):
+        own = sequence.block_tables[0].block_ids[index:]
+        for block_id, present in zip(own, found, strict=False):
             self.pool.swap(block_id, present)
         _replace(sequence, index, found)
         self._add_hit(sequence, len(found))
+
+    def move_on(self, sequence: Sequence) -> None:
+        """Behind a sliding window, give up what no step to come sees; take blocks for the next.
+
+        To be called when a step of the sequence is planned: nobody reads or writes its blocks
+        then. It takes no more than it gives up, so that it never fails (INV-ADMIT).
+        """
+        if self._has_sliding_window:
+            sequence.block_tables = tuple(
+                self._move_on(sequence, group, table)
+                for group, table in zip(self._rules.groups, sequence.block_tables, strict=True)
+            )
 
     def computed(self, sequence: Sequence, num_computed: int) -> None:
         """The sequence's first num_computed tokens have KV now."""
         sequence.num_computed = num_computed
         num_used = self.pool.blocks_for(num_computed)
         if num_used > sequence.num_used_blocks:
-            self.pool.mark_used(sequence.block_ids[sequence.num_used_blocks : num_used])
+            self.pool.mark_used(sequence.cut(sequence.num_used_blocks, num_used))
             sequence.num_used_blocks = num_used
         if sequence.chain is not None:
             self._store(sequence, sequence.chain)
 
     def distrust(self, sequence: Sequence) -> None:
         """The model gave nonsense after the sequence's KV: nobody else may find it."""
-        self.pool.forget(sequence.block_ids[: sequence.num_used_blocks])
+        self.pool.forget(sequence.cut(0, sequence.num_used_blocks))
 
     # -- transfers ------------------------------------------------------------------------------
 
     def quarantine(self, sequence: Sequence) -> None:
         """A transfer that failed may still write to the blocks behind the prefix hit."""
-        self.pool.quarantine(sequence.block_ids[sequence.num_used_blocks :])
+        self.pool.quarantine(sequence.unused_blocks)
 
     def unquarantine(self, sequence: Sequence) -> None:
         """No transfer writes to a live sequence's blocks any more."""
-        self.pool.unquarantine(sequence.block_ids[sequence.num_used_blocks :])
+        self.pool.unquarantine(sequence.unused_blocks)
+
+    def start_over(self, sequence: Sequence) -> None:
+        """What a transfer was to bring is computed here instead, from the hit's end on."""
+        sequence.block_tables = tuple(replace(table, start=0) for table in sequence.block_tables)
 
     def fence(self, sequence_id: SequenceId) -> None:
         """No transfer writes to an ended sequence's blocks any more; free them, if it left any."""
@@ -142,8 +190,8 @@ class Holdings:
         if before in _WITH_TRANSFER:
             if before is SequenceStatus.AWAITING_KV:
                 self.quarantine(sequence)
-            self.pool.release(block_ids[: sequence.num_used_blocks])
-            self._until_fence[sequence_id] = block_ids[sequence.num_used_blocks :]
+            self.pool.release(sequence.cut(0, sequence.num_used_blocks))
+            self._until_fence[sequence_id] = sequence.unused_blocks
         elif sequence_id in self._in_step:
             self._until_commit[sequence_id] = block_ids
         else:
@@ -181,26 +229,63 @@ class Holdings:
     def _check_blocks(self, sequence: Sequence) -> None:
         """A sequence holds what was reserved, each block in the state that its tokens imply."""
         if sequence.status is SequenceStatus.WAITING:
-            assert not sequence.block_ids, "INV-ADMIT: a waiting sequence holds blocks"
+            assert not sequence.block_tables, "INV-ADMIT: a waiting sequence holds blocks"
             return
-        reserved = self.pool.blocks_for(sequence.spec.num_reserved_tokens)
-        assert len(sequence.block_ids) == reserved, (
-            f"INV-ADMIT: sequence {sequence.sequence_id} holds {len(sequence.block_ids)} blocks, "
-            f"reserved were {reserved}"
+        reserved = self._rules.max_blocks(sequence.spec.num_reserved_tokens)
+        tables = zip(self._rules.groups, sequence.block_tables, reserved, strict=True)
+        for group, table, max_blocks in tables:
+            self._check_extent(sequence, group, table, max_blocks)
+            self._check_states(sequence, table)
+
+    def _check_extent(
+        self, sequence: Sequence, group: KVGroup, table: BlockTable, max_blocks: int
+    ) -> None:
+        """A table holds no more than was reserved, and all that the tokens to come need."""
+        is_awaiting = sequence.status in _WITH_TRANSFER
+        position = sequence.num_prompt_tokens if is_awaiting else sequence.num_computed
+        first, end = self._needed(sequence, group, position)
+        assert end - first <= len(table.block_ids) <= max_blocks, (
+            f"INV-ADMIT: sequence {sequence.sequence_id} holds {len(table.block_ids)} blocks of a "
+            f"group, it needs {end - first}, reserved were {max_blocks}"
         )
+        num_used = self.pool.blocks_for(sequence.num_computed)
+        assert table.start <= first, (
+            f"INV-ADMIT: sequence {sequence.sequence_id} gave up block {first} of a group, which "
+            "its next token sees"
+        )
+        assert num_used <= table.end, (
+            f"INV-ADMIT: sequence {sequence.sequence_id} has KV in {num_used} blocks of a group, "
+            f"its table ends with {table.end}"
+        )
+
+    def _check_states(self, sequence: Sequence, table: BlockTable) -> None:
         is_quarantined = sequence.status is SequenceStatus.QUARANTINED
         rest = BlockState.QUARANTINED if is_quarantined else BlockState.RESERVED
-        num_used = self.pool.blocks_for(sequence.num_computed)
-        expected = _repeat(BlockState.USED, num_used) + _repeat(rest, reserved - num_used)
-        assert self.pool.states(sequence.block_ids) == expected, (
+        num_used = len(table.cut(0, self.pool.blocks_for(sequence.num_computed)))
+        num_unused = len(table.block_ids) - num_used
+        expected = _repeat(BlockState.USED, num_used) + _repeat(rest, num_unused)
+        assert self.pool.states(table.block_ids) == expected, (
             f"INV-CONSERVE: blocks of a {sequence.status.value} sequence with "
-            f"{sequence.num_computed} computed tokens are {self.pool.states(sequence.block_ids)!r}"
+            f"{sequence.num_computed} computed tokens are {self.pool.states(table.block_ids)!r}"
         )
 
     # -- the parts ------------------------------------------------------------------------------
 
-    def _num_blocks(self, sequence: Sequence) -> int:
-        return self.pool.blocks_for(sequence.spec.num_reserved_tokens)
+    def _needed(self, sequence: Sequence, group: KVGroup, position: int) -> tuple[int, int]:
+        return self._rules.needed(
+            group,
+            sequence.spec.num_reserved_tokens,
+            position=position,
+            is_decoding=sequence.status is SequenceStatus.DECODING,
+        )
+
+    def _move_on(self, sequence: Sequence, group: KVGroup, table: BlockTable) -> BlockTable:
+        first, end = self._needed(sequence, group, sequence.num_computed)
+        if (first, end) == (table.start, table.end):
+            return table
+        given_up = table.cut(table.start, first) + table.cut(end, table.end)
+        taken = self.pool.exchange(given_up, max(0, end - table.end))
+        return BlockTable(start=first, block_ids=table.cut(first, end) + taken)
 
     def _find(self, sequence: Sequence, start: int) -> tuple[BlockId, ...]:
         """Blocks that hold the prompt's KV from block `start` on.
@@ -220,7 +305,9 @@ class Holdings:
         if sequence.chain is None:
             return False
         parent = sequence.chain.parent(index)
-        return parent is None or self.pool.cache.block_of(parent) == sequence.block_ids[index - 1]
+        if parent is None:
+            return True
+        return self.pool.cache.block_of(parent) == sequence.block_tables[0].block(index - 1)
 
     def _add_hit(self, sequence: Sequence, num_blocks: int) -> None:
         """So many more of the sequence's leading blocks were found rather than computed."""
@@ -242,7 +329,7 @@ class Holdings:
         for index in range(start, num_full):
             if not self._follows(sequence, index):
                 return
-            block_id = sequence.block_ids[index]
+            block_id = sequence.block_tables[0].block(index)
             stored = self.pool.store(block_id, chain.keys[index], chain.parent(index))
             if stored != block_id:
                 _replace(sequence, index, (stored,))
@@ -254,8 +341,10 @@ def _looks_up(sequence: Sequence) -> bool:
 
 
 def _replace(sequence: Sequence, start: int, block_ids: tuple[BlockId, ...]) -> None:
-    table = sequence.block_ids
-    sequence.block_ids = (*table[:start], *block_ids, *table[start + len(block_ids) :])
+    """Hold other blocks from index `start` on, in the one group that prefixes are found for."""
+    held = sequence.block_tables[0].block_ids
+    replaced = (*held[:start], *block_ids, *held[start + len(block_ids) :])
+    sequence.block_tables = (BlockTable(block_ids=replaced),)
 
 
 def _repeat(state: BlockState, num_blocks: int) -> bytes:

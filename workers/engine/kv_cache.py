@@ -30,12 +30,13 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class KVCache:
-    """A block-major arena `[num_blocks, layers, 2, block_size, kv_heads, head_dim]`.
+    """A block-major arena `[num_blocks, layers_per_block, 2, block_size, kv_heads, head_dim]`.
 
+    A block belongs to whichever group of layers it was given to, and holds them in their order.
     The memory is reserved, not touched: pages that no token was written to cost nothing. Accesses
     go by one index into rows, because that runs at memory speed where several indices do not. The
-    rows of different layers lie a constant apart; so each layer has views that start at its own
-    first row, and one index, made once per step, serves them all:
+    rows of a group's layers lie a constant apart; so each layer has views that start at its own
+    first row, and one index, made once per step, serves all layers of a group:
 
     - `token_rows[layer_index]` is (K, V), each `[rows, kv_heads, head_dim]`, to be indexed by
       `token_index`: a row is one token's K or V,
@@ -71,7 +72,7 @@ class KVCache:
         self.device = torch.device(device)
         shape = (
             num_blocks,
-            layout.num_layers,
+            layout.layers_per_block,
             2,
             layout.block_size,
             layout.num_kv_heads,
@@ -84,12 +85,14 @@ class KVCache:
             else self._in_region(region, num_blocks).view(shape)
         )
         tokens = self._arena.view(-1, layout.num_kv_heads, layout.head_dim)
-        blocks = self._arena.view(num_blocks * layout.num_layers * 2, -1)
+        blocks = self._arena.view(num_blocks * layout.layers_per_block * 2, -1)
         size = layout.block_size
+        places = {layer: i for group in layout.groups for i, layer in enumerate(group.layers)}
+        self._places = tuple(places[layer] for layer in range(layout.num_layers))
         self.token_rows = tuple(
-            (tokens[2 * i * size :], tokens[(2 * i + 1) * size :]) for i in range(layout.num_layers)
+            (tokens[2 * i * size :], tokens[(2 * i + 1) * size :]) for i in self._places
         )
-        self.block_rows = tuple(blocks[2 * i :] for i in range(layout.num_layers))
+        self.block_rows = tuple(blocks[2 * i :] for i in self._places)
         self._bytes = self._host_bytes()
         if poison:
             self.poison(BlockId(block_id) for block_id in range(num_blocks))
@@ -116,8 +119,12 @@ class KVCache:
         return self._bytes[start : start + self.bytes_per_block]
 
     def layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of a layer's K and V, each `[num_blocks, block_size, kv_heads, head_dim]`."""
-        return self._arena[:, layer_index, 0], self._arena[:, layer_index, 1]
+        """Views of a layer's K and V, each `[num_blocks, block_size, kv_heads, head_dim]`.
+
+        In blocks of other groups they show the layer that has the same place there.
+        """
+        place = self._places[layer_index]
+        return self._arena[:, place, 0], self._arena[:, place, 1]
 
     def poison(self, block_ids: Iterable[BlockId]) -> None:
         """Fill blocks with NaN: a slot read before it is written then gives no plausible text."""
@@ -129,12 +136,12 @@ class KVCache:
         """Rows of any of `token_rows` for slots: `[len(slots)]`."""
         block_size = self.layout.block_size
         # Between a block and the next lie the block's other layers and kinds.
-        skipped = (self.layout.num_layers * 2 - 1) * block_size
+        skipped = (self.layout.layers_per_block * 2 - 1) * block_size
         return self._to_device(slots + slots // block_size * skipped)
 
     def block_index(self, block_ids: IntArray) -> torch.Tensor:
         """Rows of any of `block_rows` for block ids: `[2 (K, V), *block_ids.shape]`."""
-        rows = block_ids * (self.layout.num_layers * 2)
+        rows = block_ids * (self.layout.layers_per_block * 2)
         return self._to_device(np.stack([rows, rows + 1]))
 
     def _to_device(self, rows: IntArray) -> torch.Tensor:

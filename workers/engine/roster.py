@@ -72,7 +72,7 @@ class Roster:
             self.queue.push(
                 Ticket(
                     sequence_id=spec.sequence_id,
-                    num_blocks=self.holdings.pool.blocks_for(spec.num_reserved_tokens),
+                    num_blocks=self.holdings.num_blocks(sequence),
                     enqueued_at=now,
                     priority=spec.priority,
                 )
@@ -100,7 +100,7 @@ class Roster:
         self.emit(
             Admitted(
                 sequence_id=sequence.sequence_id,
-                block_ids=sequence.block_ids,
+                block_tables=sequence.block_tables,
                 num_hit_tokens=sequence.num_hit_tokens,
             )
         )

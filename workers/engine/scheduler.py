@@ -19,8 +19,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from kv_transfer.geometry import KVGroup
 from kv_transfer.logprobs import TokenLogprobs
 from workers.engine.block_pool import BlockPool
+from workers.engine.block_table import ONE_FULL_GROUP
 from workers.engine.events import (
     ChunkComputed,
     Event,
@@ -117,11 +119,22 @@ class Scheduler:
     """Sequences in, step plans and events out."""
 
     def __init__(
-        self, pool: BlockPool, config: SchedulerConfig, scope: PrefixScope | None = None
+        self,
+        pool: BlockPool,
+        config: SchedulerConfig,
+        scope: PrefixScope | None = None,
+        *,
+        groups: tuple[KVGroup, ...] = (ONE_FULL_GROUP,),
     ) -> None:
-        """`scope` is what the pool's KV belongs to; without it there is no prefix cache."""
+        """`scope` is what the pool's KV belongs to; without it there is no prefix cache.
+
+        `groups` are those of the model's layers, which share the pool. ValueError for a scope
+        where one of them has a sliding window.
+        """
         self._config = config
-        self._holdings = Holdings(pool, scope)
+        self._holdings = Holdings(
+            pool, scope, groups=groups, chunk_tokens=config.prefill_chunk_tokens
+        )
         queue = TicketQueue(limit=config.queue_limit, aging_s=config.aging_s)
         self._roster = Roster(self._holdings, queue, max_sequences=config.max_sequences)
         self._in_flight: StepPlan | None = None
@@ -254,6 +267,7 @@ class Scheduler:
         sequence = self._live_in(SequenceStatus.AWAITING_KV, sequence_id)
         if sequence is None:
             return False
+        self._holdings.start_over(sequence)
         self._roster.start_prefill(sequence)
         return True
 
@@ -315,9 +329,11 @@ class Scheduler:
         """
         assert self._in_flight is None, "plan() called while a step is in flight"
         self.expire(now)
+        for sequence in self._roster.decoding.values():
+            self._holdings.move_on(sequence)
         scheduled = [_decode_row(sequence) for sequence in self._roster.decoding.values()]
         scheduled += self._prompt_chunks(self._config.step_tokens - len(scheduled))
-        self._roster.admit()  # into what was given back for blocks that others had computed
+        self._roster.admit()  # into what was given up just now
         if not scheduled:
             return None
         self._in_flight = StepPlan(step_id=self._steps, sequences=tuple(scheduled))
@@ -336,6 +352,7 @@ class Scheduler:
             if max_tokens == 0:
                 continue
             self._holdings.catch_up(sequence)
+            self._holdings.move_on(sequence)
             chunk = _prompt_chunk(sequence, max_tokens)
             budget -= len(chunk.token_ids)
             scored_budget -= len(chunk.token_ids) if is_scored else 0
@@ -440,7 +457,7 @@ class Scheduler:
             computed = ChunkComputed(
                 sequence_id=number,
                 num_computed=entry.end,
-                block_ids=sequence.block_ids,
+                block_tables=sequence.block_tables,
                 prompt_logprobs=prompt_logprobs,
             )
             self._roster.emit(computed)
@@ -513,7 +530,7 @@ def _decode_row(sequence: Sequence) -> ScheduledSequence:
         sequence_id=sequence.spec.sequence_id,
         token_ids=(sequence.token_ids[-1],),
         start=sequence.num_computed,
-        block_ids=sequence.block_ids,
+        block_tables=sequence.block_tables,
         sampling=sequence.spec.sampling,
         num_output_tokens=sequence.num_output_tokens,
         seen=_seen(sequence),
@@ -529,7 +546,7 @@ def _prompt_chunk(sequence: Sequence, max_tokens: int) -> ScheduledSequence:
         sequence_id=sequence.spec.sequence_id,
         token_ids=tuple(sequence.token_ids[start:end]),
         start=start,
-        block_ids=sequence.block_ids,
+        block_tables=sequence.block_tables,
         sampling=sequence.spec.sampling if is_last else None,
         seen=_seen(sequence) if is_last else None,
         scoring=_scoring(sequence, start, end),

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from kv_transfer.geometry import BlockId
+from workers.engine.block_table import BlockTable
 from workers.engine.prefix_cache import KeyChain
 from workers.engine.sampling_params import SamplingParams
 from workers.engine.step import SequenceId
@@ -126,10 +127,10 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0
     """Leading tokens whose KV is in blocks."""
-    block_ids: tuple[BlockId, ...] = ()
-    """The block table: everything reserved at admission, in order of the tokens."""
+    block_tables: tuple[BlockTable, ...] = ()
+    """By group: reserved at admission; behind a sliding window, moved on since then."""
     num_used_blocks: int = 0
-    """Leading blocks that hold KV."""
+    """Leading blocks that hold KV, or held it before they were given up."""
     chain: KeyChain | None = None
     """Keys of its full blocks; None where nothing is cached."""
     num_stored_blocks: int = 0
@@ -172,6 +173,23 @@ class Sequence:
         self.token_ids.append(token_id)
         if self.token_counts is not None:
             self.token_counts.add(token_id)
+
+    @property
+    def block_ids(self) -> tuple[BlockId, ...]:
+        """Every block that it holds, group by group."""
+        return tuple(block_id for table in self.block_tables for block_id in table.block_ids)
+
+    @property
+    def unused_blocks(self) -> tuple[BlockId, ...]:
+        """Blocks that hold no KV yet."""
+        num_used = self.num_used_blocks
+        cuts = (table.cut(num_used, table.end) for table in self.block_tables)
+        return tuple(block_id for cut in cuts for block_id in cut)
+
+    def cut(self, first: int, end: int) -> tuple[BlockId, ...]:
+        """Blocks first, first + 1, ... end - 1 of every group, where it holds them."""
+        cuts = (table.cut(first, end) for table in self.block_tables)
+        return tuple(block_id for cut in cuts for block_id in cut)
 
     def move_to(self, status: SequenceStatus) -> None:
         """Take one step of `TRANSITIONS`; any other raises and changes nothing."""

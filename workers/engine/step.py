@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NewType
 
-from kv_transfer.geometry import BlockId
 from kv_transfer.logprobs import TokenLogprobs
+from workers.engine.block_table import BlockTable
 from workers.engine.sampling_params import SamplingParams
 from workers.engine.token_counts import SeenTokens
 
@@ -33,8 +33,8 @@ class ScheduledSequence:
     token_ids: tuple[int, ...]
     start: int
     """Position of the first of them = tokens of the sequence that have KV before the step."""
-    block_ids: tuple[BlockId, ...]
-    """The block table; covers at least start + len(token_ids) tokens."""
+    block_tables: tuple[BlockTable, ...]
+    """By group; each covers what these tokens see, themselves included."""
     sampling: SamplingParams | None
     """None for a prompt chunk that is not the last: nothing is sampled."""
     num_output_tokens: int = 0

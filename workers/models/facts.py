@@ -17,6 +17,22 @@ if TYPE_CHECKING:
 
 __all__ = ["facts_from_info", "find_snapshot", "read_facts"]
 
+_SLIDING_BY_DEFAULT = frozenset(
+    {
+        "afmoe",
+        "cohere2",
+        "exaone4",
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+        "gpt_oss",
+        "ministral",
+        "mistral",
+        "olmo3",
+    }
+)
+"""Values of `model_type` of families that have a sliding window where nothing is stated. With one
+that is missing here a pool is sized as if its layers saw everything; workers know better."""
 _STORED_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -33,6 +49,7 @@ def facts_from_info(info: ModelInfo, model: ModelSettings, *, has_bf16_cpu: bool
         element_bytes=element_bytes,
         vocab_size=info.vocab_size,
         architecture=info.architecture_facts,
+        sliding_windows=info.sliding_windows,
         weight_bytes=info.num_parameters * element_bytes,
     )
 
@@ -94,6 +111,15 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     return config
 
 
+def _may_have_sliding_window(config: Mapping[str, Any]) -> bool:
+    """Whether it takes the family's code to say which layers have one, if any."""
+    if config.get("use_sliding_window") is False:
+        return False
+    if "sliding_window" in config:
+        return bool(config["sliding_window"])
+    return config.get("model_type") in _SLIDING_BY_DEFAULT
+
+
 def _explicit_sizes(config: object) -> dict[str, int] | None:
     """Every size that planning needs, or None if the configuration does not state them all.
 
@@ -107,7 +133,7 @@ def _explicit_sizes(config: object) -> dict[str, int] | None:
         "vocab_size",
     )
     values = config if isinstance(config, dict) else {}
-    if "kv_lora_rank" in values:
+    if "kv_lora_rank" in values or _may_have_sliding_window(values):
         return None
     sizes = {name: values.get(name) for name in names}
     stated = {name: size for name, size in sizes.items() if type(size) is int and size > 0}

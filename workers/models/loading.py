@@ -40,6 +40,7 @@ __all__ = [
     "load_tokenizer",
     "load_weights",
     "pick_dtype",
+    "sliding_windows_of",
 ]
 
 DtypeChoice = Literal["auto", "fp32", "bf16"]
@@ -67,6 +68,7 @@ class ModelInfo:
     licence: str | None
     weights_digest: str
     architecture_facts: Architecture
+    sliding_windows: tuple[int | None, ...] = ()  # by layer; empty if none has one
 
 
 def load_model_info(path: Path) -> ModelInfo:
@@ -85,6 +87,7 @@ def load_model_info(path: Path) -> ModelInfo:
         head_dim=head_dim,
         vocab_size=config.vocab_size,
         context_length=config.max_position_embeddings,
+        sliding_windows=sliding_windows_of(config),
         weights_dtype=_main_dtype(tensors),
         weights_size_bytes=sum(tensor.size_bytes for tensor in tensors),
         num_parameters=sum(tensor.num_elements for tensor in tensors),
@@ -200,6 +203,22 @@ def _text_config(config: Any, path: Path) -> Any:
     # A composite model names its architecture on the outside only.
     text_config.architectures = text_config.architectures or config.architectures
     return text_config
+
+
+def sliding_windows_of(config: Any) -> tuple[int | None, ...]:
+    """By layer, how many tokens one sees; empty if every layer sees everything.
+
+    Families name the kinds of their layers, or have one window for all. What a layer then really
+    asks of its attention is compared with the KV layout when the model is loaded.
+    """
+    window = getattr(config, "sliding_window", None)
+    if not window:
+        return ()
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return (window,) * int(config.num_hidden_layers)
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return windows if any(windows) else ()
 
 
 def _eos_token_ids(path: Path, *, default: int | list[int] | None) -> tuple[int, ...]:

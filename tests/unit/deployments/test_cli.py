@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[3]
 CONFIG = {
     "dtype": "bfloat16",
     "max_position_embeddings": 1024,
+    "model_type": "llama",
     "num_hidden_layers": 2,
     "num_key_value_heads": 1,
     "head_dim": 8,
@@ -127,6 +128,26 @@ def test_check_says_how_the_model_is_run(run, model: Path) -> None:
 
     assert "The model is run as llama_shaped: llama is Llama-shaped." in text
     assert shown["runner"] == {"tier": "llama_shaped", "reason": "llama is Llama-shaped"}
+
+
+def test_check_says_which_kv_is_given_up_behind_a_window(run, model: Path) -> None:
+    sizes = {**CONFIG, "hidden_size": 8, "num_attention_heads": 1}
+    config = {**sizes, "model_type": "gemma2", "sliding_window": 64, "architectures": ["G"]}
+    (model / "config.json").write_text(json.dumps(config))
+    weights = {"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    header = json.dumps(weights).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(4)
+    (model / "model.safetensors").write_bytes(content)
+
+    result = run("check", "colocated", "-s", f"model.source={model}")
+    answer = json.loads(run("check", "colocated", "--json", "-s", f"model.source={model}").stdout)
+
+    assert "prefix cache off: the model has sliding windows" in result.stdout
+    assert "64 B of that only while the token is among the last 64 (1 of 2 layers)" in result.stdout
+    groups = [(group["layers"], group["sliding_window"]) for group in answer["kv"]["groups"]]
+    assert groups == [(1, None), (1, 64)]
+    assert answer["kv"]["prefix_cache"] is False
+    assert answer["workers"][0]["window_blocks"] == 64 + 21
 
 
 def test_check_on_a_gpu_does_not_compare_with_the_hosts_memory(run, model: Path) -> None:

@@ -3,7 +3,8 @@ import dataclasses
 import pytest
 
 from kv_transfer.coverage import Coverage
-from kv_transfer.geometry import LogicalBlock
+from kv_transfer.geometry import BlockId, LogicalBlock, group_and_index, logical_block
+from kv_transfer.handoff import GrantedBlock
 from kv_transfer.transport import CorruptTransferError
 from tests.fakes.block_memory import granted_blocks
 
@@ -63,10 +64,10 @@ def test_nothing_to_cover_is_a_mistake(num_tokens, block_size):
 
 
 def test_blocks_that_are_there_already_are_not_expected():
-    coverage = Coverage(num_tokens=10, block_size=4, skip_blocks=1)
+    coverage = Coverage(num_tokens=10, block_size=4, first_blocks=(1,))
     assert coverage.expected_blocks == 2
     blocks = granted_blocks(10, 4, [5, 6, 7])
-    with pytest.raises(CorruptTransferError, match="outside the 2 expected from 1 on"):
+    with pytest.raises(CorruptTransferError, match="block 0 of group 0 is outside the 2 expected"):
         coverage.mark(blocks[0])
     for block in blocks[1:]:
         assert not coverage.is_full
@@ -75,7 +76,28 @@ def test_blocks_that_are_there_already_are_not_expected():
     assert coverage.is_full
 
 
-@pytest.mark.parametrize("skip_blocks", [-1, 2, 3])
-def test_something_must_be_left_to_land(skip_blocks):
+@pytest.mark.parametrize("first_blocks", [(-1,), (2,), (0, 3), ()])
+def test_something_must_be_left_to_land(first_blocks):
     with pytest.raises(ValueError, match="leave nothing of 8 tokens"):
-        Coverage(num_tokens=8, block_size=4, skip_blocks=skip_blocks)
+        Coverage(num_tokens=8, block_size=4, first_blocks=first_blocks)
+
+
+def test_every_group_is_expected_from_its_own_first_block_on():
+    coverage = Coverage(num_tokens=10, block_size=4, first_blocks=(0, 2))
+    assert coverage.expected == tuple(
+        logical_block(*place) for place in ((0, 0), (0, 1), (0, 2), (1, 2))
+    )
+    behind_the_window = granted(logical_block(1, 1), 4)
+    with pytest.raises(CorruptTransferError, match="block 1 of group 1 is outside the 4 expected"):
+        coverage.mark(behind_the_window)
+    for logical in coverage.expected:
+        assert not coverage.is_full
+        coverage.mark(granted(logical, 2 if group_and_index(logical)[1] == 2 else 4))
+        coverage.check_invariants()
+    assert coverage.is_full
+
+
+def granted(logical: LogicalBlock, valid_tokens: int) -> GrantedBlock:
+    return GrantedBlock(
+        logical=logical, block_id=BlockId(3), generation=0, valid_tokens=valid_tokens
+    )

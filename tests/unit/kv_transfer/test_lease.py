@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from kv_transfer.geometry import BlockId
+from kv_transfer.geometry import BlockId, logical_block
 from kv_transfer.handoff import FirstToken, ReleaseReason, Verdict
 from kv_transfer.lease import ENDED, TRANSITIONS, LeaseEvent, LeaseState, LeaseTable
 from kv_transfer.transport import (
@@ -380,8 +380,16 @@ def test_no_terminal_state_takes_an_event():
         assert not [event for event in LeaseEvent if event in TRANSITIONS[state]]
 
 
+def test_last_grant_leaves_no_group_out(table):
+    table.open(KEY, 0.0, first_blocks=(0, len(BLOCKS) - 1))
+    other = dataclasses.replace(BLOCKS[-1], logical=logical_block(1, len(BLOCKS) - 1))
+    with pytest.raises(ValueError, match="hole"):
+        table.extend(KEY, BLOCKS, FIRST, 0.0)
+    assert table.extend(KEY, (*BLOCKS, other), FIRST, 0.0)
+
+
 def test_last_grant_begins_behind_what_the_receiver_has(table):
-    table.open(KEY, 0.0, skip_blocks=1)
+    table.open(KEY, 0.0, first_blocks=(1,))
     with pytest.raises(ValueError, match="hole"):
         table.extend(KEY, BLOCKS, FIRST, 0.0)
     assert table.extend(KEY, BLOCKS[1:], FIRST, 0.0)

@@ -255,7 +255,7 @@ def test_a_placement_that_is_short_or_repeats_a_block_is_refused(placement):
 def skipping():
     """Expects the second and third of three blocks."""
     made = ReceiverProtocol(
-        num_tokens=10, block_size=4, placement=[BlockId(11), BlockId(12)], skip_blocks=1
+        num_tokens=10, block_size=4, placement=[BlockId(11), BlockId(12)], first_blocks=(1,)
     )
     made.apply(Begin())
     made.apply(Opened())

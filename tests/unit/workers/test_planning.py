@@ -28,6 +28,7 @@ from workers.planning import (
     check_window,
     enforce,
     format_bytes,
+    has_prefix_cache,
     plan,
     resolve_dtype,
 )
@@ -94,6 +95,54 @@ def test_unsized_pools_hold_two_windows_and_decode_its_floor() -> None:
     assert deployment.prefill.full_windows == 2
     assert deployment.total_pool_bytes == (49_152 + 16_384) * BYTES_PER_TOKEN
     assert deployment.ok
+
+
+def windowed(*windows: int | None, settings: Settings | None = None) -> DeploymentPlan:
+    facts = replace(FACTS, num_layers=len(windows), sliding_windows=windows)
+    return plan(settings or settings_of(), facts, cores=2)
+
+
+def test_request_behind_a_window_needs_the_windows_blocks_and_a_chunks() -> None:
+    deployment = windowed(1024, 1024)
+
+    # 1023 tokens before a chunk of 256, in blocks of 16 that it need not begin with.
+    assert deployment.decode.window_blocks == 81
+    assert deployment.decode.full_windows == 6
+    assert deployment.decode.num_blocks == 6 * 81
+    assert deployment.decode.pool_tokens == 49_152
+    assert deployment.prefill is not None
+    assert deployment.prefill.num_blocks == 2 * 81
+    assert deployment.ok
+
+
+def test_mixed_model_needs_both_kinds_of_blocks_of_half_the_size() -> None:
+    deployment = windowed(1024, None)
+
+    assert deployment.layout.bytes_per_block == 16 * 2 * 3 * 64 * 4
+    assert deployment.decode.window_blocks == 512 + 81
+
+
+def test_pool_that_holds_no_window_over_all_groups_is_refused() -> None:
+    block = 16 * 2 * 3 * 64 * 4
+    for num_blocks, is_held in ((512 + 81, True), (512 + 80, False)):
+        engine = EngineSettings(pool_bytes=num_blocks * block)
+        deployment = windowed(1024, None, settings=settings_of(decode=engine))
+        checks = checks_of(deployment, INV_POOL_WINDOW)
+        assert all(check.ok for check in checks) is is_held
+        assert (deployment.decode.pool_tokens >= 8192) is is_held
+        assert deployment.decode.full_windows == is_held
+
+
+def test_window_that_hides_nothing_is_none() -> None:
+    deployment = windowed(8192, 4096, settings=settings_of(max_model_len=4096))
+
+    assert not deployment.layout.has_sliding_window
+    assert deployment.decode.window_blocks == 256
+    assert has_prefix_cache(settings_of(), deployment.layout)
+
+
+def test_prefix_cache_is_off_for_a_model_that_forgets() -> None:
+    assert not has_prefix_cache(settings_of(), windowed(1024, None).layout)
 
 
 def test_unsized_decode_pool_grows_with_the_window() -> None:

@@ -6,6 +6,7 @@ number of query tokens: decode, chunked prefill and verification are one call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,9 +17,22 @@ import torch
 from kv_transfer.geometry import ceil_div
 from workers.engine.step import ScheduledSequence, StepPlan
 
-__all__ = ["AttentionBackend", "StepMetadata", "build_metadata"]
+__all__ = ["AttentionBackend", "GroupMetadata", "StepMetadata", "build_metadata"]
 
 IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupMetadata:
+    """Where a step's tokens are in the blocks of one group of layers."""
+
+    slot_mapping: IntArray
+    """`[num_tokens]`: where the token's K and V go, block_id * block_size + offset."""
+    seq_lens: IntArray
+    """`[num_sequences]`: tokens from the table's first block on, once this step has written its
+    own; behind a sliding window fewer than the sequence has."""
+    block_tables: tuple[IntArray, ...]
+    """Per sequence, the blocks that hold these tokens, in order; not one more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,20 +43,16 @@ class StepMetadata:
     """`[num_tokens]`"""
     positions: IntArray
     """`[num_tokens]`: place of each token in its sequence."""
-    slot_mapping: IntArray
-    """`[num_tokens]`: where the token's K and V go, block_id * block_size + offset."""
     cu_seqlens_q: IntArray
     """`[num_sequences + 1]`: sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1]."""
-    seq_lens: IntArray
-    """`[num_sequences]`: tokens that have K and V once this step has written its own."""
-    block_tables: tuple[IntArray, ...]
-    """Per sequence, the blocks that hold its first seq_len tokens, in order; not one more."""
     sampled_rows: IntArray
     """`[num_sampled]`: the last row of each sequence that samples, in the plan's order."""
+    groups: tuple[GroupMetadata, ...]
+    """As the layout's groups."""
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of a step's rows over everything their sequences hold so far."""
+    """Causal attention of a step's rows over what their sequences hold so far."""
 
     def prepare(self, meta: StepMetadata) -> None:
         """Take in a step; every `forward` until the next `prepare` belongs to it."""
@@ -71,42 +81,61 @@ class AttentionBackend(Protocol):
 def build_metadata(plan: StepPlan, block_size: int) -> StepMetadata:
     """Numbers for a plan with at least one sequence.
 
-    IndexError if a block table is too short for its sequence's tokens.
+    IndexError if a block table does not hold its sequence's tokens.
     """
     sequences = plan.sequences
-    starts = np.array([sequence.start for sequence in sequences], dtype=np.int64)
     lengths = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
     cu_seqlens_q = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=cu_seqlens_q[1:])
-    tables = tuple(_block_table(sequence, block_size) for sequence in sequences)
     positions = np.concatenate(
         [np.arange(sequence.start, sequence.end, dtype=np.int64) for sequence in sequences]
-    )
-    blocks = np.concatenate(
-        [
-            table[positions[first:end] // block_size]
-            for table, first, end in zip(tables, cu_seqlens_q, cu_seqlens_q[1:], strict=False)
-        ]
     )
     return StepMetadata(
         input_ids=np.array(
             [token_id for sequence in sequences for token_id in sequence.token_ids], dtype=np.int64
         ),
         positions=positions,
-        slot_mapping=blocks * block_size + positions % block_size,
         cu_seqlens_q=cu_seqlens_q,
-        seq_lens=starts + lengths,
-        block_tables=tables,
         sampled_rows=cu_seqlens_q[1:][[sequence.sampling is not None for sequence in sequences]]
         - 1,
+        groups=tuple(
+            _group(sequences, group, positions, cu_seqlens_q, block_size)
+            for group in range(len(sequences[0].block_tables))
+        ),
     )
 
 
-def _block_table(sequence: ScheduledSequence, block_size: int) -> IntArray:
-    num_blocks = ceil_div(sequence.end, block_size)
-    if len(sequence.block_ids) < num_blocks:
+def _group(
+    sequences: Sequence[ScheduledSequence],
+    group: int,
+    positions: IntArray,
+    cu_seqlens_q: IntArray,
+    block_size: int,
+) -> GroupMetadata:
+    starts = np.array([sequence.block_tables[group].start for sequence in sequences])
+    tables = tuple(_block_table(sequence, group, block_size) for sequence in sequences)
+    blocks = np.concatenate(
+        [
+            table[positions[first:end] // block_size - start]
+            for table, start, first, end in zip(
+                tables, starts, cu_seqlens_q, cu_seqlens_q[1:], strict=False
+            )
+        ]
+    )
+    ends = np.array([sequence.end for sequence in sequences], dtype=np.int64)
+    return GroupMetadata(
+        slot_mapping=blocks * block_size + positions % block_size,
+        seq_lens=ends - starts * block_size,
+        block_tables=tables,
+    )
+
+
+def _block_table(sequence: ScheduledSequence, group: int, block_size: int) -> IntArray:
+    table = sequence.block_tables[group]
+    end = ceil_div(sequence.end, block_size)
+    if table.end < end or table.start * block_size > sequence.start:
         raise IndexError(
-            f"{sequence.end} tokens need {num_blocks} blocks, the table has "
-            f"{len(sequence.block_ids)}"
+            f"tokens {sequence.start} to {sequence.end - 1} need blocks up to {end - 1}, the table "
+            f"has {table.start} to {table.end - 1}"
         )
-    return np.array(sequence.block_ids[:num_blocks], dtype=np.int64)
+    return np.array(table.block_ids[: end - table.start], dtype=np.int64)

@@ -9,6 +9,9 @@ Measured with SmolLM2-135M's shapes on Zen 3 (`tests/bench/bench_runner.py`), an
   as much more at 1024, where the gathered keys have left the cache before they are read: rows of
   about the same length attend together, as many as fit.
 - A prompt from its first token on needs no gather and no mask: its keys and values are at hand.
+
+Layers of one group have their tokens in the same blocks, so that one index serves them all; behind
+a sliding window the tables begin with what is seen, and no more is gathered.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from workers.engine.attention.backend import IntArray, StepMetadata
+from workers.engine.attention.backend import GroupMetadata, IntArray, StepMetadata
 from workers.engine.attention.masked import causal_bias, masked_attention
 from workers.engine.kv_cache import KVCache
 
@@ -78,7 +81,7 @@ class _Gather(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _DecodeGroup:
+class _Decodes:
     """Rows of one token each, of about the same length, that attend in one call."""
 
     rows: slice | torch.Tensor
@@ -86,8 +89,15 @@ class _DecodeGroup:
     seq_lens: tuple[int, ...]
     max_len: int
     gather: _Gather
-    bias: torch.Tensor | None
-    """`[rows, 1, 1, max_len]`, -inf at the padding; None where all lengths are equal."""
+    biases: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+    """By window; made on first use, then shared by the layers."""
+
+    def bias(self, scoring: _Scoring, dtype: torch.dtype) -> torch.Tensor | None:
+        """`[rows, 1, 1, max_len]`, -inf at what a row does not see; None where each sees all."""
+        window = scoring.window if scoring.hides_tokens(self.max_len) else None
+        if window not in self.biases:
+            self.biases[window] = _decode_bias(self.seq_lens, self.max_len, window, dtype)
+        return self.biases[window]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,6 +123,16 @@ class _Chunk:
         return self.biases[window]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Prepared:
+    """What the layers of one group do in a step."""
+
+    writes: torch.Tensor
+    """Rows of the cache's `token_rows`, of any of the layers: where the step's K and V go."""
+    decodes: tuple[_Decodes, ...]
+    chunks: tuple[_Chunk, ...]
+
+
 class TorchCpuBackend:
     """`AttentionBackend` over one `KVCache` in host memory; used by one thread at a time."""
 
@@ -121,22 +141,39 @@ class TorchCpuBackend:
         self._cache = kv_cache
         self._layout = kv_cache.layout
         self._scratch = kv_cache.block_rows[0].new_empty(0, kv_cache.block_rows[0].shape[1])
-        bytes_per_token = self._layout.bytes_per_token // self._layout.num_layers
-        self._max_group_tokens = max_gather_bytes // bytes_per_token
-        self._writes = torch.empty(0, dtype=torch.long)
-        self._groups: tuple[_DecodeGroup, ...] = ()
-        self._chunks: tuple[_Chunk, ...] = ()
+        self._max_gather_tokens = max_gather_bytes // self._layout.bytes_per_layer_token
+        self._group_of = {
+            layer: index
+            for index, group in enumerate(self._layout.groups)
+            for layer in group.layers
+        }
+        self._prepared: tuple[_Prepared, ...] = ()
 
     def prepare(self, meta: StepMetadata) -> None:
-        """Work out the step's index tensors and views, for all layers at once."""
-        self._writes = self._cache.token_index(meta.slot_mapping)
-        lengths = np.diff(meta.cu_seqlens_q)
+        """Work out the step's index tensors and views, for all layers of a group at once.
+
+        ValueError if the step has tables for another number of groups.
+        """
+        if len(meta.groups) != len(self._layout.groups):
+            raise ValueError(
+                f"the step has block tables for {len(meta.groups)} groups of layers, the KV "
+                f"layout has {len(self._layout.groups)}"
+            )
+        self._prepared = tuple(self._prepare(meta.cu_seqlens_q, group) for group in meta.groups)
+
+    def _prepare(self, cu_seqlens_q: IntArray, group: GroupMetadata) -> _Prepared:
+        lengths = np.diff(cu_seqlens_q)
         decodes = np.flatnonzero(lengths == 1)
-        self._groups = tuple(
-            self._group(meta, members)
-            for members in _alike(meta.seq_lens, decodes, self._max_group_tokens)
+        return _Prepared(
+            writes=self._cache.token_index(group.slot_mapping),
+            decodes=tuple(
+                self._decodes(cu_seqlens_q, group, members)
+                for members in _alike(group.seq_lens, decodes, self._max_gather_tokens)
+            ),
+            chunks=tuple(
+                self._chunk(cu_seqlens_q, group, int(i)) for i in np.flatnonzero(lengths > 1)
+            ),
         )
-        self._chunks = tuple(self._chunk(meta, int(i)) for i in np.flatnonzero(lengths > 1))
 
     def forward(
         self,
@@ -152,29 +189,30 @@ class TorchCpuBackend:
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
         key_rows, value_rows = self._cache.token_rows[layer_index]
-        key_rows.index_copy_(0, self._writes, k)
-        value_rows.index_copy_(0, self._writes, v)
+        prepared = self._prepared[self._group_of[layer_index]]
+        key_rows.index_copy_(0, prepared.writes, k)
+        value_rows.index_copy_(0, prepared.writes, v)
         scoring = _Scoring(scale, sliding_window, softcap, sinks)
-        if not self._chunks and len(self._groups) == 1:
-            return self._decode(layer_index, self._groups[0], q, scoring)
-        if not self._groups and len(self._chunks) == 1:
-            return self._extend(layer_index, self._chunks[0], (q, k, v), scoring)
+        if not prepared.chunks and len(prepared.decodes) == 1:
+            return self._decode(layer_index, prepared.decodes[0], q, scoring)
+        if not prepared.decodes and len(prepared.chunks) == 1:
+            return self._extend(layer_index, prepared.chunks[0], (q, k, v), scoring)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        for group in self._groups:
-            out[group.rows] = self._decode(layer_index, group, q[group.rows], scoring)
-        for chunk in self._chunks:
+        for decodes in prepared.decodes:
+            out[decodes.rows] = self._decode(layer_index, decodes, q[decodes.rows], scoring)
+        for chunk in prepared.chunks:
             out[chunk.rows] = self._extend(layer_index, chunk, (q, k, v), scoring)
         return out
 
     def _decode(
-        self, layer_index: int, group: _DecodeGroup, q: torch.Tensor, scoring: _Scoring
+        self, layer_index: int, decodes: _Decodes, q: torch.Tensor, scoring: _Scoring
     ) -> torch.Tensor:
-        keys, values = self._fetch(group.gather, layer_index)
-        if scoring.needs_written_out or scoring.hides_tokens(group.max_len):
-            return _attend_rows(group.seq_lens, q, keys, values, scoring)
+        keys, values = self._fetch(decodes.gather, layer_index)
+        if scoring.needs_written_out:
+            return _attend_rows(decodes.seq_lens, q, keys, values, scoring)
         packed = q.reshape(len(q), self._layout.num_kv_heads, -1, self._layout.head_dim)
         attended = scaled_dot_product_attention(
-            packed, keys, values, attn_mask=group.bias, scale=scoring.scale
+            packed, keys, values, attn_mask=decodes.bias(scoring, q.dtype), scale=scoring.scale
         )
         return attended.reshape(q.shape)
 
@@ -213,27 +251,24 @@ class TorchCpuBackend:
             tokens.index_fill_(0, behind, 0)
         return gather.keys, gather.values
 
-    def _group(self, meta: StepMetadata, members: IntArray) -> _DecodeGroup:
-        seq_lens = meta.seq_lens[members]
-        rows = meta.cu_seqlens_q[members]
-        max_len = int(seq_lens.max())
-        is_padded = bool((seq_lens != max_len).any())
+    def _decodes(self, cu_seqlens_q: IntArray, group: GroupMetadata, members: IntArray) -> _Decodes:
+        seq_lens = group.seq_lens[members]
+        rows = cu_seqlens_q[members]
         is_run = bool((np.diff(rows) == 1).all())
-        return _DecodeGroup(
+        return _Decodes(
             rows=slice(int(rows[0]), int(rows[-1]) + 1) if is_run else torch.from_numpy(rows),
             seq_lens=tuple(seq_lens.tolist()),
-            max_len=max_len,
-            gather=self._gather([meta.block_tables[i] for i in members], seq_lens),
-            bias=_padding_bias(seq_lens, self._cache.dtype) if is_padded else None,
+            max_len=int(seq_lens.max()),
+            gather=self._gather([group.block_tables[i] for i in members], seq_lens),
         )
 
-    def _chunk(self, meta: StepMetadata, i: int) -> _Chunk:
-        rows = slice(int(meta.cu_seqlens_q[i]), int(meta.cu_seqlens_q[i + 1]))
-        seq_len = int(meta.seq_lens[i])
+    def _chunk(self, cu_seqlens_q: IntArray, group: GroupMetadata, i: int) -> _Chunk:
+        rows = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
+        seq_len = int(group.seq_lens[i])
         is_whole = seq_len == rows.stop - rows.start
         gather = None
         if not is_whole:
-            gather = self._gather([meta.block_tables[i]], meta.seq_lens[i : i + 1])
+            gather = self._gather([group.block_tables[i]], group.seq_lens[i : i + 1])
         return _Chunk(rows=rows, seq_len=seq_len, gather=gather)
 
     def _gather(self, tables: Sequence[IntArray], seq_lens: IntArray) -> _Gather:
@@ -261,10 +296,18 @@ class TorchCpuBackend:
         return self._scratch[:num_blocks]
 
 
-def _padding_bias(seq_lens: IntArray, dtype: torch.dtype) -> torch.Tensor:
-    is_padding = torch.from_numpy(np.arange(seq_lens.max()) >= seq_lens[:, None])
-    bias = torch.zeros(is_padding.shape, dtype=dtype)
-    return bias.masked_fill_(is_padding, float("-inf"))[:, None, None]
+def _decode_bias(
+    seq_lens: Sequence[int], max_len: int, window: int | None, dtype: torch.dtype
+) -> torch.Tensor | None:
+    lengths = np.array(seq_lens)[:, None]
+    tokens = np.arange(max_len)
+    is_hidden = tokens >= lengths  # padding
+    if window is not None:
+        is_hidden |= tokens < lengths - window
+    if not is_hidden.any():
+        return None
+    bias = torch.zeros(is_hidden.shape, dtype=dtype)
+    return bias.masked_fill_(torch.from_numpy(is_hidden), float("-inf"))[:, None, None]
 
 
 def _alike(seq_lens: IntArray, members: IntArray, max_tokens: int) -> Iterator[IntArray]:

@@ -13,6 +13,7 @@ from kv_transfer.geometry import BlockId, KVLayout
 from workers.engine.attention.backend import AttentionBackend, IntArray, build_metadata
 from workers.engine.attention.interface import use_packed_attention
 from workers.engine.attention.torch_cpu import TorchCpuBackend
+from workers.engine.block_table import BlockTable
 from workers.engine.kv_cache import KVCache
 from workers.engine.runners.forward import ForwardPass
 from workers.engine.step import ScheduledSequence, SequenceId, StepPlan
@@ -82,7 +83,8 @@ def _packed_logits(
     layout = replace(layout, block_size=_BLOCK_SIZE)
     blocks = layout.blocks_for(_NUM_TOKENS)
     # NaN in what was not written: a read beyond a sequence cannot go unseen.
-    kv_cache = KVCache(layout, 2 * blocks, poison=True)
+    num_groups = len(layout.groups)
+    kv_cache = KVCache(layout, 2 * num_groups * blocks, poison=True)
     forward = make_forward(TorchCpuBackend(kv_cache))
     parts: list[list[torch.Tensor]] = [[], []]
     for step_id, spans in enumerate(_STEPS):
@@ -93,7 +95,7 @@ def _packed_logits(
                     sequence_id=SequenceId(i),
                     token_ids=tuple(tokens[i][start:end].tolist()),
                     start=start,
-                    block_ids=tuple(BlockId(2 * j + i) for j in reversed(range(blocks))),
+                    block_tables=_tables(i, num_groups, blocks),
                     sampling=None,
                 )
                 for i, (start, end) in enumerate(spans)
@@ -104,6 +106,18 @@ def _packed_logits(
         parts[0].append(logits[:first_length].float())
         parts[1].append(logits[first_length:].float())
     return [torch.cat(part) for part in parts]
+
+
+def _tables(sequence: int, num_groups: int, blocks: int) -> tuple[BlockTable, ...]:
+    """Whole tables of one of two sequences, none of them in the order of the pool."""
+    return tuple(
+        BlockTable(
+            block_ids=tuple(
+                BlockId(2 * (j * num_groups + group) + sequence) for j in reversed(range(blocks))
+            )
+        )
+        for group in range(num_groups)
+    )
 
 
 def token_ids(model: torch.nn.Module, count: int, seed: int) -> IntArray:

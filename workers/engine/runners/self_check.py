@@ -54,7 +54,7 @@ def check_model(model: torch.nn.Module, layout: KVLayout, *, max_model_len: int)
         _check_signature(model)
         use_packed_attention(model)
         scorings = _check_layers(model, layout)
-        _check_masks(model, max_model_len)
+        _check_masks(model, layout, max_model_len)
         _check_positions(model, max_model_len)
         reference = stock_reference(model)
         compare(lambda backend: StockForward(model, backend), reference, layout)
@@ -155,13 +155,22 @@ def _check_layers(model: torch.nn.Module, layout: KVLayout) -> tuple[LayerScorin
     return tuple(call.scoring for call in sorted(calls, key=lambda call: call.layer_index))
 
 
-def _check_masks(model: torch.nn.Module, max_model_len: int) -> None:
+def _check_masks(model: torch.nn.Module, layout: KVLayout, max_model_len: int) -> None:
     """Every layer's mask is causal, within the window that the layer tells its attention of.
+
+    And the layout keeps what that window shows.
 
     Masks are functions of positions, so this holds for the whole window, at the cost of few tokens.
     """
     probe = _probe(model, np.arange(_NUM_TOKENS))
+    kept = {layer: group.sliding_window for group in layout.groups for layer in group.layers}
     for call in probe.calls:
+        seen, window = call.scoring.sliding_window, kept[call.layer_index]
+        if window is not None and (seen is None or seen > window):
+            raise UnsupportedModelError(
+                f"layer {call.layer_index} attends with sliding_window={seen}, the KV layout keeps "
+                f"{window} tokens for it"
+            )
         if call.mask is None:
             raise UnsupportedModelError(f"layer {call.layer_index} does not ask for a mask")
         mask_function = probe.mask_functions[int(call.mask.flatten()[0])]

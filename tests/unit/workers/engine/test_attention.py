@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from kv_transfer.geometry import BlockId, KVLayout
 from workers.engine.attention.backend import build_metadata
 from workers.engine.attention.masked import causal_bias
 from workers.engine.attention.torch_cpu import TorchCpuBackend
+from workers.engine.block_table import BlockTable
 from workers.engine.kv_cache import KVCache
 from workers.engine.sampling_params import SamplingParams
 from workers.engine.step import ScheduledSequence, SequenceId, StepPlan
@@ -39,7 +41,7 @@ def scheduled(sequence_id, start, length, block_ids, sampling=GREEDY) -> Schedul
         sequence_id=SequenceId(sequence_id),
         token_ids=tuple(range(start, start + length)),
         start=start,
-        block_ids=tuple(BlockId(block_id) for block_id in block_ids),
+        block_tables=(BlockTable(block_ids=tuple(map(BlockId, block_ids))),),
         sampling=sampling,
     )
 
@@ -66,7 +68,7 @@ class World:
     def __init__(self, num_sequences, dtype=torch.float32, blocks_each=40, seed=0, **options):
         self.dtype = dtype
         self.random = torch.Generator().manual_seed(seed)
-        self.cache = KVCache(make_layout(dtype), num_sequences * blocks_each, poison=True)
+        self.cache = self.make_cache(dtype, num_sequences * blocks_each)
         self.backend = TorchCpuBackend(self.cache, **options)
         order = torch.randperm(self.cache.num_blocks, generator=self.random).tolist()
         self.tables = [order[i::num_sequences] for i in range(num_sequences)]
@@ -76,15 +78,22 @@ class World:
     def make(self, *shape):
         return torch.randn(*shape, generator=self.random).to(self.dtype)
 
+    def make_cache(self, dtype, num_blocks):
+        return KVCache(make_layout(dtype), num_blocks, poison=True)
+
+    def tables_of(self, sequence, start):
+        return (BlockTable(block_ids=tuple(self.tables[sequence])),)
+
+    def share(self, sequence, start, length):
+        entry = scheduled(sequence, start, length, ())
+        return replace(entry, block_tables=self.tables_of(sequence, start))
+
     def run(self, lengths, **options):
         """One step: sequence i brings lengths[i] tokens; returns (result, expected) per layer."""
         members = [i for i, length in enumerate(lengths) if length]
         plan = StepPlan(
             step_id=0,
-            sequences=tuple(
-                scheduled(i, len(self.history[i][0][0]), lengths[i], self.tables[i])
-                for i in members
-            ),
+            sequences=tuple(self.share(i, len(self.history[i][0][0]), lengths[i]) for i in members),
         )
         self.backend.prepare(build_metadata(plan, BLOCK_SIZE))
         return [self.run_layer(layer, members, lengths, **options) for layer in range(LAYERS)]
@@ -223,6 +232,85 @@ def test_any_split_into_steps_matches_attention_written_out(steps, options):
         assert_same(world.run(lengths, **options))
 
 
+class SlidingWorld(World):
+    """Layer 0 sees everything, layer 1 the last WINDOW tokens, in tables that move on."""
+
+    WINDOW = 6
+    LAYOUT = replace(make_layout(torch.float32), sliding_windows=(None, WINDOW))
+
+    def make_cache(self, dtype, num_blocks):
+        return KVCache(self.LAYOUT, num_blocks, poison=True)
+
+    def tables_of(self, sequence, start):
+        order = self.tables[sequence]
+        full, sliding = order[::2], order[1::2]
+        first = self.LAYOUT.groups[1].first_block(start, BLOCK_SIZE)
+        given_up = [BlockId(block) for block in sliding[:first]]
+        self.cache.poison(given_up)  # whoever has them now, their content is not this sequence's
+        return (
+            BlockTable(block_ids=tuple(full)),
+            BlockTable(start=first, block_ids=tuple(sliding[first:])),
+        )
+
+    def run_layer(self, layer, members, lengths, **options):
+        window = self.WINDOW if layer == 1 else None
+        return super().run_layer(layer, members, lengths, window=window, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"sinks": SINKS}], ids="+".join)
+def test_tables_that_moved_on_show_all_that_a_window_shows(options):
+    world = SlidingWorld(3)
+    for lengths in [
+        (20, 3, 9),
+        (1, 4, 1),  # decode, a chunk, decode
+        (1, 1, 1),
+        (7, 1, 2),
+        (1, 1, 1),
+        (1, 30, 0),
+        (1, 1, 1),
+    ]:
+        assert_same(world.run(lengths, **options))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.tuples(*(st.integers(0, 9) for _ in range(3))).filter(any), min_size=1, max_size=8)
+)
+def test_any_split_into_steps_is_right_behind_a_window(steps):
+    world = SlidingWorld(3)
+    for lengths in steps:
+        assert_same(world.run(lengths))
+
+
+def test_a_step_without_a_table_for_each_group_is_refused():
+    backend = TorchCpuBackend(KVCache(SlidingWorld.LAYOUT, 4))
+    plan = StepPlan(step_id=1, sequences=(scheduled(7, start=0, length=1, block_ids=(1,)),))
+
+    with pytest.raises(ValueError, match="tables for 1 groups of layers, the KV layout has 2"):
+        backend.prepare(build_metadata(plan, BLOCK_SIZE))
+
+
+def test_a_table_that_gave_up_the_steps_own_tokens_is_refused():
+    entry = scheduled(7, start=3, length=2, block_ids=(9,))
+    table = BlockTable(start=1, block_ids=(BlockId(9),))
+    plan = StepPlan(step_id=1, sequences=(replace(entry, block_tables=(table,)),))
+
+    with pytest.raises(IndexError, match=r"tokens 3 to 4 need blocks up to 1, .* has 1 to 1"):
+        build_metadata(plan, BLOCK_SIZE)
+
+
+def test_metadata_counts_tokens_from_a_tables_first_block_on():
+    entry = scheduled(7, start=9, length=2, block_ids=())
+    table = BlockTable(start=1, block_ids=(BlockId(5), BlockId(3), BlockId(8)))
+    plan = StepPlan(step_id=1, sequences=(replace(entry, block_tables=(table,)),))
+
+    (group,) = build_metadata(plan, BLOCK_SIZE).groups
+
+    assert group.seq_lens.tolist() == [7]
+    assert group.slot_mapping.tolist() == [13, 14]
+    assert [table.tolist() for table in group.block_tables] == [[5, 3]]
+
+
 def test_metadata_lays_the_sequences_out_one_after_the_other():
     plan = StepPlan(
         step_id=1,
@@ -237,17 +325,18 @@ def test_metadata_lays_the_sequences_out_one_after_the_other():
 
     assert meta.input_ids.tolist() == [5, 2, 3, 4, 5, 0, 1]
     assert meta.positions.tolist() == [5, 2, 3, 4, 5, 0, 1]
-    assert meta.slot_mapping.tolist() == [9, 14, 15, 24, 25, 4, 5]
     assert meta.cu_seqlens_q.tolist() == [0, 1, 5, 7]
-    assert meta.seq_lens.tolist() == [6, 6, 2]
-    assert [table.tolist() for table in meta.block_tables] == [[9, 2], [3, 6], [1]]
+    (group,) = meta.groups
+    assert group.slot_mapping.tolist() == [9, 14, 15, 24, 25, 4, 5]
+    assert group.seq_lens.tolist() == [6, 6, 2]
+    assert [table.tolist() for table in group.block_tables] == [[9, 2], [3, 6], [1]]
     assert meta.sampled_rows.tolist() == [0, 6]
 
 
 def test_a_block_table_too_short_for_its_tokens_is_refused():
     plan = StepPlan(step_id=1, sequences=(scheduled(7, start=4, length=1, block_ids=(9,)),))
 
-    with pytest.raises(IndexError, match="5 tokens need 2 blocks, the table has 1"):
+    with pytest.raises(IndexError, match="tokens 4 to 4 need blocks up to 1, the table has 0 to 0"):
         build_metadata(plan, BLOCK_SIZE)
 
 

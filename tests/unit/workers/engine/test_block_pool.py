@@ -326,3 +326,39 @@ def test_check_invariants_sees_a_pool_that_contradicts_itself(tamper):
     tamper(pool)
     with pytest.raises(AssertionError, match="INV-CONSERVE"):
         pool.check_invariants()
+
+
+def test_exchange_hands_out_as_many_blocks_as_were_given_up_in_a_full_pool():
+    pool = make_pool(4)
+    block_ids = taken(pool, 4)
+    pool.mark_used(block_ids)
+    got = pool.exchange(block_ids[:2], 2)
+    assert set(got) == set(block_ids[:2])
+    assert pool.states(got) == bytes((BlockState.RESERVED,)) * 2
+    assert [pool.generations[block_id] for block_id in got] == [1, 1]
+    pool.check_invariants()
+
+
+def test_exchange_may_take_less():
+    pool = make_pool(4)
+    block_ids = taken(pool, 3)
+    assert pool.exchange(block_ids[:2], 0) == ()
+    assert pool.num_available == 3
+
+
+def test_exchange_never_takes_more_than_it_gives():
+    pool = make_pool(4)
+    block_ids = taken(pool, 2)
+    with pytest.raises(AssertionError, match="INV-ADMIT"):
+        pool.exchange(block_ids[:1], 2)
+    assert pool.num_available == 2
+
+
+def test_window_that_needs_more_blocks_than_its_tokens_is_refused_by_its_blocks():
+    with pytest.raises(PoolTooSmallError, match="needs 5 blocks"):
+        BlockPool(num_blocks=4, block_size=4, max_model_len=12, window_blocks=5)
+
+
+def test_window_that_needs_fewer_blocks_than_its_tokens_fits_a_smaller_pool():
+    pool = BlockPool(num_blocks=2, block_size=4, max_model_len=100, window_blocks=2)
+    assert pool.num_available == 2

@@ -104,6 +104,38 @@ def test_block_index_names_the_rows_of_each_block_in_every_layer(kv_cache):
             assert torch.equal(rows[..., -1], expected)
 
 
+def test_layers_with_one_place_in_different_groups_meet_in_no_block():
+    """Layers 0 and 2 have a window each, layer 1 sees everything: blocks of one layer."""
+    layout = make_layout(sliding_windows=(4, None, 4))
+    kv_cache = KVCache(layout, 3, poison=True)
+    assert kv_cache.bytes_per_block == make_layout().bytes_per_block // 3
+
+    for block_id, layer_index in enumerate((1, 0, 2)):  # as the groups are ordered
+        index = kv_cache.token_index(np.arange(8) + 8 * block_id)
+        for kind, rows in enumerate(kv_cache.token_rows[layer_index]):
+            rows.index_copy_(0, index, torch.full((8, 2, 4), 10.0 * layer_index + kind))
+
+    for block_id, layer_index in enumerate((1, 0, 2)):
+        elements = np.frombuffer(kv_cache.block(BlockId(block_id)), np.float32).reshape(2, -1)
+        assert (elements == [[10.0 * layer_index], [10.0 * layer_index + 1]]).all()
+        rows = kv_cache.block_rows[layer_index][kv_cache.block_index(np.array([block_id]))]
+        assert np.array_equal(rows[:, 0].numpy(), elements)
+
+
+def test_layers_of_one_group_lie_in_one_block():
+    layout = make_layout(num_layers=4, sliding_windows=(4, None, 4, None))
+    kv_cache = KVCache(layout, 2, poison=True)
+
+    for layer_index in range(4):
+        block_id = 0 if layer_index % 2 else 1
+        for view in kv_cache.layer(layer_index):
+            view[block_id] = layer_index
+
+    for block_id, layers in ((0, (1, 3)), (1, (0, 2))):
+        elements = np.frombuffer(kv_cache.block(BlockId(block_id)), np.float32).reshape(2, -1)
+        assert (elements == [[layer] for layer in layers]).all()
+
+
 def test_poison_makes_used_blocks_unreadable_again(kv_cache):
     keys, values = kv_cache.layer(0)
     keys.zero_()

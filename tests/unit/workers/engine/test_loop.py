@@ -158,7 +158,7 @@ async def test_sequence_handed_over_gets_the_same_tokens(rig):
     first = await there.until(PromptComputed)
     sequence_id = rig.submit(here, mode=SequenceMode.AWAIT_KV)
     admitted = await here.until(Admitted)
-    rig.runner.write(admitted.block_ids, PROMPT)  # the transfer
+    rig.runner.write(admitted.block_tables[0].block_ids, PROMPT)  # the transfer
     assert rig.engine.publish(sequence_id, first.first_token)
     rig.engine.release(held)
     await here.end()

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from kv_transfer.geometry import BlockId
-from tests.fakes.tiny_models import MAX_MODEL_LEN, SERVED, layout_of, make_model
+from tests.fakes.tiny_models import MAX_MODEL_LEN, SERVED, WINDOW, layout_of, make_model
 from workers.engine.attention.backend import build_metadata
 from workers.engine.attention.interface import use_packed_attention
 from workers.engine.attention.torch_cpu import TorchCpuBackend
+from workers.engine.block_table import BlockTable
 from workers.engine.build import build_runner
 from workers.engine.kv_cache import KVCache
 from workers.engine.model_runner import RaggedModelRunner
@@ -43,13 +44,14 @@ def runner(model, kv_cache):
     return RaggedModelRunner(StockForward(model, TorchCpuBackend(kv_cache)), block_size=BLOCK_SIZE)
 
 
-def share(sequence_id, tokens, start=0, *, sampling=GREEDY, num_output_tokens=0):
-    """Tokens of a sequence whose eight blocks follow from its id."""
+def share(sequence_id, tokens, start=0, *, sampling=GREEDY, num_output_tokens=0, num_groups=1):
+    """Tokens of a sequence whose blocks, eight for all groups, follow from its id."""
+    blocks = tuple(BlockId(3 * j + sequence_id) for j in range(8))
     return ScheduledSequence(
         sequence_id=SequenceId(sequence_id),
         token_ids=tuple(tokens),
         start=start,
-        block_ids=tuple(BlockId(3 * j + sequence_id) for j in range(8)),
+        block_tables=tuple(BlockTable(block_ids=blocks[i::num_groups]) for i in range(num_groups)),
         sampling=sampling,
         num_output_tokens=num_output_tokens,
     )
@@ -275,7 +277,16 @@ def test_the_self_check_passes_in_both_dtypes_and_leaves_the_model_usable(dtype)
     runner = RaggedModelRunner(
         StockForward(model, TorchCpuBackend(KVCache(layout, 24))), block_size=16
     )
-    assert runner.execute(step(share(0, [5, 6]))).token_ids.keys() == {0}
+    plan = step(share(0, [5, 6], num_groups=len(layout.groups)))
+    assert runner.execute(plan).token_ids.keys() == {0}
+
+
+def test_the_self_check_wants_a_layout_that_keeps_what_is_seen():
+    model = make_model("gemma2", SERVED["gemma2"])
+    kept = replace(layout_of(model, block_size=16), sliding_windows=(WINDOW, WINDOW - 1, WINDOW))
+
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 .*=None, the KV layout keeps 7 tok"):
+        check_model(model, kept, max_model_len=MAX_MODEL_LEN)
 
 
 def test_the_self_check_wants_the_layouts_number_of_layers():

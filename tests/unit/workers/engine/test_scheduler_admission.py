@@ -10,6 +10,7 @@ from tests.fakes.scheduling import (
     make_spec,
     step,
 )
+from workers.engine.block_table import BlockTable
 from workers.engine.events import (
     Admitted,
 )
@@ -170,5 +171,6 @@ def test_held_sequences_leave_room_for_others():
 def test_admitted_names_the_block_table():
     scheduler = make_scheduler()
     scheduler.submit(make_spec(prompt=5, max_tokens=3), 0.0)
-    expected = Admitted(sequence_id=ZERO, block_ids=(BlockId(0), BlockId(1)))
+    table = BlockTable(block_ids=(BlockId(0), BlockId(1)))
+    expected = Admitted(sequence_id=ZERO, block_tables=(table,))
     assert scheduler.take_events() == [expected]

@@ -12,6 +12,7 @@ from tests.fakes.scheduling import (
     run_dry,
     step,
 )
+from workers.engine.block_table import BlockTable
 from workers.engine.events import (
     ChunkComputed,
     PromptComputed,
@@ -29,12 +30,12 @@ PREFILL_ONLY = SequenceMode.PREFILL_ONLY
 def test_prefill_only_reports_chunks_then_the_first_token_and_is_held():
     scheduler = make_scheduler(prefill_chunk_tokens=4)
     scheduler.submit(make_spec(prompt=6, mode=PREFILL_ONLY, stop=frozenset({7})), 0.0)
-    blocks = (BlockId(0), BlockId(1))
+    blocks = (BlockTable(block_ids=(BlockId(0), BlockId(1))),)
     step(scheduler)
     step(scheduler, {0: 7})
     assert scheduler.take_events()[1:] == [
-        ChunkComputed(sequence_id=ZERO, num_computed=4, block_ids=blocks),
-        ChunkComputed(sequence_id=ZERO, num_computed=6, block_ids=blocks),
+        ChunkComputed(sequence_id=ZERO, num_computed=4, block_tables=blocks),
+        ChunkComputed(sequence_id=ZERO, num_computed=6, block_tables=blocks),
         PromptComputed(sequence_id=ZERO, first_token=7),
     ]
     assert scheduler.status_of(ZERO) is SequenceStatus.HELD

@@ -9,6 +9,7 @@ from tests.fakes.scheduling import (
     step,
 )
 from workers.engine.block_pool import BlockState
+from workers.engine.block_table import BlockTable
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import SequenceMode
 from workers.engine.step import SequenceId
@@ -32,12 +33,12 @@ def busy_scheduler() -> Scheduler:
 
 
 def tamper_lost_block(scheduler: Scheduler) -> None:
-    scheduler._roster.live[TWO].block_ids = ()
+    scheduler._roster.live[TWO].block_tables = ()
 
 
 def tamper_shared_block(scheduler: Scheduler) -> None:
     live = scheduler._roster.live
-    live[TWO].block_ids = live[ONE].block_ids
+    live[TWO].block_tables = live[ONE].block_tables
 
 
 def tamper_quarantine(scheduler: Scheduler) -> None:
@@ -51,13 +52,13 @@ def tamper_state(scheduler: Scheduler) -> None:
 def tamper_reservation(scheduler: Scheduler) -> None:
     sequence = scheduler._roster.live[TWO]
     scheduler.pool.release(sequence.block_ids[1:])
-    sequence.block_ids = sequence.block_ids[:1]
+    sequence.block_tables = (BlockTable(block_ids=sequence.block_ids[:1]),)
 
 
 def tamper_waiting(scheduler: Scheduler) -> None:
     block_ids = scheduler.pool.reserve(1)
     assert block_ids is not None
-    scheduler._roster.live[SequenceId(3)].block_ids = block_ids
+    scheduler._roster.live[SequenceId(3)].block_tables = (BlockTable(block_ids=block_ids),)
 
 
 def tamper_count(scheduler: Scheduler) -> None:

@@ -206,8 +206,9 @@ def test_equal_prompts_in_one_step_end_up_with_the_same_blocks():
     plan = step(scheduler)
     assert [entry.start for entry in plan.sequences] == [0, 0]
     first, second = must_plan(scheduler).sequences
-    assert first.block_ids[0] == second.block_ids[0]
-    assert first.block_ids[1] != second.block_ids[1]
+    (ones,), (others,) = first.block_tables, second.block_tables
+    assert ones.block_ids[0] == others.block_ids[0]
+    assert ones.block_ids[1] != others.block_ids[1]
     assert scheduler.pool.counts().used == 1
     scheduler.check_invariants()
 
@@ -293,7 +294,7 @@ def test_second_of_two_transfers_of_one_text_takes_over_the_blocks_of_the_first(
         scheduler.submit(make_spec(number, prompt=10, mode=AWAIT_KV), 0.0)
         scheduler.publish(SequenceId(number), 100)
     first, second = must_plan(scheduler).sequences
-    assert first.block_ids[:2] == second.block_ids[:2]
+    assert first.block_tables[0].block_ids[:2] == second.block_tables[0].block_ids[:2]
     scheduler.check_invariants()
 
 

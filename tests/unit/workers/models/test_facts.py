@@ -30,6 +30,7 @@ class StubInfo:
 
     weights_digest = "w"
     context_length = 100
+    sliding_windows = (None, 8)
     num_layers = 2
     num_kv_heads = 3
     head_dim = 8
@@ -94,10 +95,28 @@ def test_composite_model_is_sized_by_its_text_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False},
+        {"model_type": "never heard of"},
+    ],
+)
+def test_configuration_without_a_sliding_window_is_read_without_torch(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    facts = facts_of(write_model(tmp_path, {**CONFIG, **changes}))
+
+    assert (facts.num_layers, facts.sliding_windows) == (30, ())
+
+
+@pytest.mark.parametrize(
     "config",
     [
         {name: value for name, value in CONFIG.items() if name != "num_key_value_heads"},
         {**CONFIG, "head_dim": None},
+        {**CONFIG, "model_type": "mistral"},  # whose window may be the family's default
+        {**CONFIG, "model_type": "mistral", "sliding_window": 4096},
         {**CONFIG, "vocab_size": True},
         {"text_config": 3},
         {**CONFIG, "kv_lora_rank": 16},
@@ -132,6 +151,7 @@ def test_facts_of_a_loaded_model_carry_its_digest() -> None:
         element_bytes=2,
         vocab_size=50,
         architecture=Architecture(model_type="stub"),
+        sliding_windows=(None, 8),
         weight_bytes=2000,
     )
 

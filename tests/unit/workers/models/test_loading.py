@@ -1,11 +1,14 @@
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
+from tests.fakes.tiny_models import MAX_MODEL_LEN, SERVED, layout_of, make_model
+from workers.engine.runners.self_check import check_model
 from workers.models.errors import ModelFormatError, ModelNotFoundError
 from workers.models.loading import (
     GenerationDefaults,
@@ -13,6 +16,7 @@ from workers.models.loading import (
     load_tokenizer,
     load_weights,
     pick_dtype,
+    sliding_windows_of,
 )
 from workers.models.store import RECORD_NAME
 
@@ -257,3 +261,43 @@ def test_auto_on_a_cpu_is_bf16_only_with_the_instructions(monkeypatch, capabilit
 def test_auto_on_other_devices():
     assert pick_dtype("auto", "cuda:0") == torch.bfloat16
     assert pick_dtype("auto", "mps") == torch.float32
+
+
+# --- sliding_windows_of ---
+
+
+def config_of(**fields: object) -> SimpleNamespace:
+    return SimpleNamespace(num_hidden_layers=3, **fields)
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (config_of(), ()),
+        (config_of(sliding_window=None), ()),
+        (config_of(sliding_window=0), ()),
+        (config_of(sliding_window=8), (8, 8, 8)),
+        (config_of(sliding_window=8, layer_types=None), (8, 8, 8)),
+        (config_of(sliding_window=8, layer_types=["full_attention"] * 3), ()),
+        (
+            config_of(
+                sliding_window=8,
+                layer_types=["sliding_attention", "full_attention", "linear_attention"],
+            ),
+            (8, None, None),
+        ),
+    ],
+)
+def test_windows_are_those_of_the_layers_that_slide(config, windows):
+    assert sliding_windows_of(config) == windows
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_windows_by_the_configuration_are_those_that_attention_is_asked_for(family):
+    model = make_model(family, SERVED[family])
+    layout = layout_of(model, block_size=4)
+
+    scorings = check_model(model, layout, max_model_len=MAX_MODEL_LEN).scorings
+
+    windows = layout.sliding_windows or (None,) * layout.num_layers
+    assert tuple(scoring.sliding_window for scoring in scorings) == windows

@@ -10,6 +10,7 @@ from kv_transfer.geometry import BlockId
 from tests.fakes.tiny_models import MAX_MODEL_LEN, SERVED, layout_of, make_model
 from workers.engine.attention.backend import build_metadata
 from workers.engine.attention.torch_cpu import TorchCpuBackend
+from workers.engine.block_table import BlockTable
 from workers.engine.build import make_forward
 from workers.engine.kv_cache import KVCache
 from workers.engine.linear import pack_head
@@ -76,7 +77,8 @@ STEPS = [[(0, 0, 3)], [(1, 0, 9), (0, 3, 1)], [(0, 4, 1), (1, 9, 1)], [(0, 5, 20
 """By step, (sequence, start, length): 1 to 26 rows, so every way to multiply them."""
 
 
-def plan_of(shares) -> StepPlan:
+def plan_of(shares, num_groups=1) -> StepPlan:
+    """Sequences with eight blocks in each group."""
     return StepPlan(
         step_id=0,
         sequences=tuple(
@@ -84,7 +86,12 @@ def plan_of(shares) -> StepPlan:
                 sequence_id=SequenceId(i),
                 token_ids=tuple((17 * i + 5 * j + 1) % 256 for j in range(start, start + length)),
                 start=start,
-                block_ids=tuple(BlockId(2 * j + i) for j in range(8)),
+                block_tables=tuple(
+                    BlockTable(
+                        block_ids=tuple(BlockId(2 * (j * num_groups + group) + i) for j in range(8))
+                    )
+                    for group in range(num_groups)
+                ),
                 sampling=GREEDY,
             )
             for i, start, length in shares
@@ -96,7 +103,8 @@ def both_sides(model):
     """(stock, own, their caches): two forward passes of one model."""
     layout = layout_of(model, block_size=BLOCK_SIZE)
     checked = check_model(model, layout, max_model_len=MAX_MODEL_LEN)
-    caches = [KVCache(layout, 16, poison=True) for _ in range(2)]
+    num_blocks = 16 * len(layout.groups)
+    caches = [KVCache(layout, num_blocks, poison=True) for _ in range(2)]
     stock = StockForward(model, TorchCpuBackend(caches[0]))
     decoder = LlamaShapedDecoder(model, checked.scorings)
     return stock, LlamaShapedForward(decoder, TorchCpuBackend(caches[1])), caches
@@ -110,9 +118,10 @@ def test_logits_and_kv_are_those_of_the_stock_modules(variant):
             if name.endswith(("bias", "norm.weight", "layernorm.weight")):
                 parameter.add_(torch.rand_like(parameter))  # they start as zeros and ones
     stock, own, caches = both_sides(model)
+    num_groups = len(caches[0].layout.groups)
 
     for shares in STEPS:
-        meta = build_metadata(plan_of(shares), BLOCK_SIZE)
+        meta = build_metadata(plan_of(shares, num_groups), BLOCK_SIZE)
         rows = np.arange(len(meta.input_ids))
         expected = stock.logits(meta, rows)
         torch.testing.assert_close(own.logits(meta, rows), expected, rtol=1e-4, atol=1e-4)
@@ -138,8 +147,9 @@ def test_logits_are_those_of_the_rows_asked_for(rows):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2"])
 def test_half_precision_is_right_to_its_precision(family):
     model = make_model(family, SERVED[family]).bfloat16()
-    stock, own, _ = both_sides(model)
-    meta = build_metadata(plan_of([(0, 0, 9), (1, 0, 5)]), BLOCK_SIZE)
+    stock, own, caches = both_sides(model)
+    plan = plan_of([(0, 0, 9), (1, 0, 5)], len(caches[0].layout.groups))
+    meta = build_metadata(plan, BLOCK_SIZE)
 
     ours, theirs = own.logits(meta, np.arange(14)), stock.logits(meta, np.arange(14))
 

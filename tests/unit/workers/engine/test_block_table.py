@@ -1,0 +1,51 @@
+import pytest
+
+from kv_transfer.geometry import BlockId, KVGroup
+from workers.engine.block_table import BlockTable, TableRules
+
+TABLE = BlockTable(start=2, block_ids=(BlockId(9), BlockId(4), BlockId(7)))
+RULES = TableRules(
+    groups=(KVGroup(layers=(0,), sliding_window=None), KVGroup(layers=(1,), sliding_window=6)),
+    block_size=4,
+    chunk_tokens=3,
+)
+SLIDING = RULES.groups[1]
+
+
+def test_blocks_go_by_their_index_in_the_sequence():
+    assert [TABLE.block(index) for index in (2, 3, 4)] == [9, 4, 7]
+    assert TABLE.end == 5
+
+
+@pytest.mark.parametrize("index", [0, 1, 5])
+def test_a_block_that_is_not_in_the_table_is_refused(index):
+    with pytest.raises(IndexError, match="not among 2 to 4"):
+        TABLE.block(index)
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "found"),
+    [(0, 2, ()), (0, 3, (9,)), (3, 5, (4, 7)), (4, 9, (7,)), (5, 9, ()), (3, 3, ())],
+)
+def test_a_cut_names_the_blocks_that_are_there(first, end, found):
+    assert TABLE.cut(first, end) == found
+
+
+def test_what_was_reserved_is_dealt_to_the_groups_from_what_is_seen_first():
+    assert RULES.max_blocks(40) == (10, 3)
+    tables = RULES.deal(tuple(map(BlockId, range(13))), 40, position=21)
+    assert tables == (
+        BlockTable(block_ids=tuple(map(BlockId, range(10)))),
+        BlockTable(start=4, block_ids=tuple(map(BlockId, range(10, 13)))),
+    )
+
+
+def test_a_chunk_needs_what_its_first_token_sees_and_room_for_itself():
+    assert RULES.needed(SLIDING, 40, position=21, is_decoding=False) == (4, 7)
+    assert RULES.needed(SLIDING, 40, position=21, is_decoding=True) == (4, 7)
+    assert RULES.needed(SLIDING, 40, position=38, is_decoding=False) == (8, 10)
+
+
+def test_only_rules_with_a_window_let_sequences_forget():
+    assert RULES.has_sliding_window
+    assert not TableRules(groups=RULES.groups[:1], block_size=4, chunk_tokens=3).has_sliding_window
