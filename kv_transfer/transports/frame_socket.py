@@ -20,6 +20,10 @@ SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
 _YIELD_AFTER_BYTES = 1024 * 1024  # a peer that is never slow must not keep other transfers waiting
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: Linux's struct ucred
 
+Watch = Callable[..., None]
+"""`loop.add_reader` or `loop.add_writer`."""
+Unwatch = Callable[[int], object]
+
 
 class FrameSocket:
     """Reads and writes whole pieces on a connected socket, which it owns."""
@@ -141,13 +145,23 @@ class FrameSocket:
         except OSError as error:
             raise PeerLostError(f"connection lost: {error}") from error
 
-    async def _ready(self, watch: Callable[..., None], unwatch: Callable[[int], object]) -> None:
-        ready = self._loop.create_future()
-        watch(self._descriptor, _wake, ready)
+    async def _ready(self, watch: Watch, unwatch: Unwatch) -> None:
+        await _ready(self._descriptor, watch, unwatch)
+
+
+async def accept(listener: socket.socket) -> socket.socket:
+    """The next connection of a non-blocking listener; OSError as `socket.accept` has it.
+
+    Unlike the loop's own way it leaves no connection to nobody when it is cancelled.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
         try:
-            await ready
-        finally:
-            unwatch(self._descriptor)
+            accepted, _ = listener.accept()
+        except (BlockingIOError, InterruptedError):
+            await _ready(listener.fileno(), loop.add_reader, loop.remove_reader)
+        else:
+            return accepted
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
@@ -166,6 +180,15 @@ def _drop_front(pieces: list[memoryview], num_bytes: int) -> None:
         num_bytes -= pieces.pop(0).nbytes
     if num_bytes:
         pieces[0] = pieces[0][num_bytes:]
+
+
+async def _ready(descriptor: int, watch: Watch, unwatch: Unwatch) -> None:
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    watch(descriptor, _wake, ready)
+    try:
+        await ready
+    finally:
+        unwatch(descriptor)
 
 
 def _wake(ready: asyncio.Future[None]) -> None:

@@ -25,7 +25,7 @@ from kv_transfer.transport import (
     TransferError,
 )
 from kv_transfer.transports import wire
-from kv_transfer.transports.frame_socket import FrameSocket
+from kv_transfer.transports.frame_socket import FrameSocket, accept
 from kv_transfer.transports.wire import FrameType, Header, Identity
 
 logger = logging.getLogger(__name__)
@@ -112,10 +112,9 @@ class StreamBlockServer:
         self._listener.close()
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                accepted, _ = await loop.sock_accept(listener)
+                accepted = await accept(listener)
             except OSError as error:  # the peer was gone already, or no descriptors are left
                 logger.warning("accept failed error=%s", error)
                 await asyncio.sleep(_ACCEPT_RETRY_S)
@@ -128,22 +127,19 @@ class StreamBlockServer:
                 logger.warning("connection refused reason=%s", refusal)
                 accepted.close()
                 continue
-            task = asyncio.create_task(self._serve(accepted))
-            self._connections.add(task)
-            task.add_done_callback(self._connection_ended)
+            self._serve(FrameSocket(accepted))
 
-    def _connection_ended(self, task: asyncio.Task[None]) -> None:
+    def _serve(self, frames: FrameSocket) -> None:
+        connection = _Connection(frames, self._outlet, self._authority, self._me, self._timings)
+        task = asyncio.create_task(connection.run())
+        self._connections.add(task)
+        task.add_done_callback(lambda task: self._connection_ended(task, frames))
+
+    def _connection_ended(self, task: asyncio.Task[None], frames: FrameSocket) -> None:
+        frames.close()  # here, since a task that is cancelled before its first step runs nothing
         self._connections.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("connection failed", exc_info=error)
-
-    async def _serve(self, accepted: socket.socket) -> None:
-        frames = FrameSocket(accepted)
-        connection = _Connection(frames, self._outlet, self._authority, self._me, self._timings)
-        try:
-            await connection.run()
-        finally:
-            frames.close()
 
 
 class _Connection:
