@@ -141,6 +141,10 @@ class _Server:
         self.authority = authority
         self.loop: asyncio.AbstractEventLoop | None = None
         self._address = ""
+        # A call that a loop gets between its last turn and its end is neither run nor refused:
+        # whatever is asked before `close` is asked in time, whatever after it not at all.
+        self._guard = threading.Lock()
+        self._is_closed = False
 
     async def start(self) -> str:
         self.loop = asyncio.get_running_loop()
@@ -150,6 +154,8 @@ class _Server:
 
     async def close(self) -> None:
         self._servers.pop(self._address, None)
+        with self._guard:
+            self._is_closed = True
 
     async def call(
         self, function: Callable[[*Arguments], Result], *arguments: *Arguments
@@ -164,11 +170,11 @@ class _Server:
     async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run something on the owner's loop; the peer is lost if that has ended."""
         assert self.loop is not None
-        try:
+        with self._guard:
+            if self._is_closed:
+                coroutine.close()
+                raise PeerLostError("the owner has stopped")
             future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        except RuntimeError as error:
-            coroutine.close()
-            raise PeerLostError("the owner has stopped") from error
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
