@@ -25,6 +25,9 @@ FIXED: Mapping[str, str] = {
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
     # A log line per request to a Python actor that counts them: our own metrics say the same.
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+    # A proxy that is not ready in time is killed, and the start of the service with it; on a busy
+    # host, or with cold files, its imports alone take longer than 5 s, the default.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     # A replica leaves HAProxy's list within 0.1 s of being told to stop; 30 s, the default, is
     # for load balancers beyond our host, and would be waited for at each shutdown.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
