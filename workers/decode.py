@@ -249,7 +249,6 @@ class DecodeWorker:
             priority=request.priority,
             deadline=call.deadline,
             cache_salt=request.cache_salt,
-            uses_prefix_cache=request.uses_prefix_cache,
             num_resumed=len(request.resumed_token_ids),
             sink=lambda event: self._on_engine_event(call, event),
         )
@@ -381,7 +380,6 @@ class DecodeWorker:
                 timeout_s=self._time_left(call),
                 skip_blocks=skip_blocks,
                 cache_salt=request.cache_salt,
-                uses_prefix_cache=request.uses_prefix_cache,
                 num_resumed=len(request.resumed_token_ids),
             )
         )

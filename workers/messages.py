@@ -56,8 +56,6 @@ class GenerateRequest:
     """Time left until the client's deadline, as a duration: clocks of hosts differ."""
     cache_salt: str = field(default="", repr=False)
     """Prefix hits are only on KV of requests with the same one; a tenant's secret."""
-    uses_prefix_cache: bool = True
-    """False where every position of the prompt must be computed, as for its logprobs."""
     resumed_token_ids: tuple[int, ...] = ()
     """Output of earlier attempts, which this one goes on from; part of the sampling's max_tokens
     and of what `Finished` counts."""
@@ -148,7 +146,6 @@ class PrefillRequest:
     skip_blocks: int = 0
     """Leading blocks of the prompt that decode has already: they are not granted."""
     cache_salt: str = field(default="", repr=False)
-    uses_prefix_cache: bool = True
     num_resumed: int = 0
     """How many of the prompt's last tokens are output of an earlier attempt."""
 

@@ -169,7 +169,6 @@ class PrefillWorker:
                 mode=SequenceMode.PREFILL_ONLY,
                 deadline=deadline_of(request.timeout_s, self._clock()),
                 cache_salt=request.cache_salt,
-                uses_prefix_cache=request.uses_prefix_cache,
                 num_resumed=request.num_resumed,
                 sink=lambda event: self._on_engine_event(key, event),
             )

@@ -81,10 +81,7 @@ class ShmTransport:
         self, memory: BlockMemory, peer: PeerInfo, key: TransferKey, me: PeerInfo
     ) -> FetchSession:
         """Connect, greet, and map the peer's arena unless it is mapped already."""
-        address = peer.endpoint(self.name)
-        if address is None:
-            raise LinkRefusedError(f"{peer.worker_id} offers no {self.name} endpoint")
-        frames = await connect_frames(_dial, address, peer, key, me, self._timings)
+        frames = await connect_frames(_dial, self.name, peer, key, me, self._timings)
         try:
             source = _ArenaSource(self._arenas, self._arenas.enter(peer, frames), memory)
         except BaseException:

@@ -54,7 +54,7 @@ class BlockSource(Protocol):
 
 async def connect_frames(
     dial: Callable[[str], Awaitable[socket.socket]],
-    address: str,
+    transport: str,
     peer: PeerInfo,
     key: TransferKey,
     me: PeerInfo,
@@ -62,10 +62,13 @@ async def connect_frames(
 ) -> FrameSocket:
     """Connect and greet; the answer must come from the incarnation that was asked for.
 
-    `dial` connects a socket to the address; a descriptor that came with the welcome is kept by the
-    frames. Raises `LinkRefusedError`, `PeerLostError` or what the
-    owner refused the transfer with; nothing is open then.
+    `dial` connects a socket to the address that the peer offers for the transport; a descriptor
+    that came with the welcome is kept by the frames. Raises `LinkRefusedError`, `PeerLostError` or
+    what the owner refused the transfer with; nothing is open then.
     """
+    address = peer.endpoint(transport)
+    if address is None:
+        raise LinkRefusedError(f"{peer.worker_id} offers no {transport} endpoint")
     try:
         async with asyncio.timeout(timings.connect_s):
             frames = FrameSocket(await dial(address))

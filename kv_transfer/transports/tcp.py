@@ -17,7 +17,6 @@ from kv_transfer.transport import (
     Capabilities,
     FetchSession,
     GrantAuthority,
-    LinkRefusedError,
     PeerLostError,
 )
 from kv_transfer.transports import wire
@@ -60,10 +59,7 @@ class TcpTransport:
         self, memory: BlockMemory, peer: PeerInfo, key: TransferKey, me: PeerInfo
     ) -> FetchSession:
         """Connect and greet; the answer must come from the incarnation that was asked for."""
-        address = peer.endpoint(self.name)
-        if address is None:
-            raise LinkRefusedError(f"{peer.worker_id} offers no {self.name} endpoint")
-        frames = await connect_frames(_dial, address, peer, key, me, self._timings)
+        frames = await connect_frames(_dial, self.name, peer, key, me, self._timings)
         return StreamSession(frames, Identity.of(key), _SocketSource(), memory, self._timings)
 
     async def close(self) -> None:

@@ -73,12 +73,15 @@ def make_spec(
     return SequenceSpec(
         sequence_id=SequenceId(number),
         prompt_token_ids=tuple(range(prompt)),
-        sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop),
+        sampling=SamplingParams(
+            max_tokens=max_tokens,
+            stop_token_ids=stop,
+            prompt_logprobs=None if looks_up else 0,
+        ),
         mode=mode,
         priority=priority,
         deadline=deadline,
         cache_salt=salt,
-        uses_prefix_cache=looks_up,
         num_resumed=num_resumed,
     )
 

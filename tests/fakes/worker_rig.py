@@ -503,7 +503,6 @@ def generate_request(
     number: int = 0,
     timeout_s: float | None = None,
     cache_salt: str = "",
-    uses_prefix_cache: bool = True,
 ) -> GenerateRequest:
     """A request as Front sends it."""
     return GenerateRequest(
@@ -512,5 +511,4 @@ def generate_request(
         sampling=sampling,
         timeout_s=timeout_s,
         cache_salt=cache_salt,
-        uses_prefix_cache=uses_prefix_cache,
     )

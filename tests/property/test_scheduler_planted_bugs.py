@@ -81,7 +81,7 @@ def store_before_valid(patch: pytest.MonkeyPatch) -> None:
 
 def find_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
     def find(holdings, sequence, start):
-        if not sequence.spec.uses_prefix_cache:
+        if not sequence.spec.takes_hits:
             return ()
         return holdings.pool.cache.match(sequence.chain.keys[start:])
 

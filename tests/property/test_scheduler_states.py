@@ -25,6 +25,7 @@ from workers.engine.events import (
     ChunkComputed,
     Event,
     PromptComputed,
+    PromptScored,
     SequenceFailed,
     SequenceFinished,
     TokensSampled,
@@ -99,7 +100,7 @@ class Record:
                         assert len(table.block_ids) * BLOCK_SIZE >= self.num_reserved_tokens
                 self.num_hit_tokens = self.num_computed = event.num_hit_tokens
                 assert event.num_hit_tokens < len(self.spec.prompt_token_ids)
-                assert self.spec.uses_prefix_cache or event.num_hit_tokens == 0
+                assert self.spec.takes_hits or event.num_hit_tokens == 0
                 self.admission = admission
             case ChunkComputed():
                 assert event.num_computed > self.num_computed
@@ -108,6 +109,8 @@ class Record:
             case PromptComputed():
                 assert self.num_computed == len(self.spec.prompt_token_ids)
                 self.first_token = event.first_token
+            case PromptScored():
+                assert not self.spec.takes_hits
             case TokensSampled():
                 self.token_ids.extend(event.token_ids)
             case _:
@@ -244,12 +247,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         spec = SequenceSpec(
             sequence_id=number,
             prompt_token_ids=token_ids,
-            sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=frozenset(stop)),
+            sampling=SamplingParams(
+                max_tokens=max_tokens,
+                stop_token_ids=frozenset(stop),
+                prompt_logprobs=None if looks_up else 0,
+            ),
             mode=mode,
             priority=priority,
             deadline=None if patience is None else self.now + patience,
             cache_salt=salt,
-            uses_prefix_cache=looks_up,
         )
         self.records[number] = Record(spec, self.now, self.WINDOWS)
         try:

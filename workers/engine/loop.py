@@ -137,7 +137,7 @@ class Engine:
 
     # -- sequences ------------------------------------------------------------------------------
 
-    def submit(  # noqa: PLR0913 - what a `SequenceSpec` has
+    def submit(
         self,
         *,
         prompt_token_ids: tuple[int, ...],
@@ -147,7 +147,6 @@ class Engine:
         priority: int = 0,
         deadline: float | None = None,
         cache_salt: str = "",
-        uses_prefix_cache: bool = True,
         num_resumed: int = 0,
     ) -> SequenceId:
         """Take a sequence; its events go to sink, the first of them after this has returned.
@@ -167,7 +166,6 @@ class Engine:
             priority=priority,
             deadline=deadline,
             cache_salt=cache_salt,
-            uses_prefix_cache=uses_prefix_cache,
             num_resumed=num_resumed,
         )
         self._scheduler.submit(spec, self._clock())

@@ -95,8 +95,6 @@ class SequenceSpec:
     """Monotonic seconds after which the sequence fails; None never does."""
     cache_salt: str = field(default="", repr=False)
     """Prefix hits are only on KV of sequences with the same one; a tenant's secret."""
-    uses_prefix_cache: bool = True
-    """Whether KV that is there may be used; without it the whole prompt is computed."""
     num_resumed: int = 0
     """How many of the prompt's last tokens are output of an earlier attempt: computed like a
     prompt, counted as output."""
@@ -107,7 +105,7 @@ class SequenceSpec:
 
         A prompt whose log-probabilities are asked for needs all of its rows.
         """
-        return self.uses_prefix_cache and self.sampling.prompt_logprobs is None
+        return self.sampling.prompt_logprobs is None
 
     @property
     def num_reserved_tokens(self) -> int:

@@ -29,9 +29,8 @@ async def ask(
     """One request, served with the model's own tokens."""
     request = generate_request(
         prompt,
-        SamplingParams(max_tokens=max_tokens),
+        SamplingParams(max_tokens=max_tokens, prompt_logprobs=None if looks_up else 0),
         cache_salt=salt,
-        uses_prefix_cache=looks_up,
     )
     client = Client(rig, request)
     end = await client.finished()

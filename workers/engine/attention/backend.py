@@ -17,7 +17,7 @@ import torch
 from kv_transfer.geometry import ceil_div
 from workers.engine.step import ScheduledSequence, StepPlan
 
-__all__ = ["AttentionBackend", "GroupMetadata", "StepMetadata", "build_metadata"]
+__all__ = ["AttentionBackend", "GroupMetadata", "LayerScoring", "StepMetadata", "build_metadata"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -51,6 +51,24 @@ class StepMetadata:
     """As the layout's groups."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerScoring:
+    """How a layer turns q.k into weights; the same in every step."""
+
+    scale: float
+    """Scores are scale * q.k."""
+    sliding_window: int | None
+    """A token sees those of its sequence at positions (own - sliding_window, own]; None: all."""
+    softcap: float | None
+    """Bounds scores to softcap * tanh(score / softcap), where given."""
+    sinks: torch.Tensor | None
+    """`[heads]`: scores that take part in the softmax without a value."""
+
+    def hides_tokens(self, seq_len: int) -> bool:
+        """Whether the last of seq_len tokens does not see all of them."""
+        return self.sliding_window is not None and self.sliding_window < seq_len
+
+
 class AttentionBackend(Protocol):
     """Causal attention of a step's rows over what their sequences hold so far."""
 
@@ -63,18 +81,12 @@ class AttentionBackend(Protocol):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        scoring: LayerScoring,
     ) -> torch.Tensor:
         """Write k and v `[num_tokens, kv_heads, head_dim]` to their slots, then attend with q.
 
-        q is `[num_tokens, heads, head_dim]`, and so is the result. A token sees the tokens of its
-        own sequence at positions (own - sliding_window, own], or all up to its own where the window
-        is None. Scores are scale * q.k, bounded to softcap * tanh(score / softcap) where softcap is
-        given; `sinks` `[heads]` are scores that take part in the softmax without a value.
+        q is `[num_tokens, heads, head_dim]`, and so is the result. A token sees no token after its
+        own, and of those before it what the scoring says.
         """
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from workers.engine.attention.backend import IntArray
+from workers.engine.attention.backend import IntArray, LayerScoring
 from workers.errors import UnsupportedModelError
 
 __all__ = ["AttentionHandler", "MaskFunction", "packed_forward", "use_packed_attention"]
@@ -36,11 +36,7 @@ class AttentionHandler(Protocol):
         layer_index: int,
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        scoring: LayerScoring,
     ) -> torch.Tensor:
         """Attention of a layer: q, k, v `[num_tokens, (kv_)heads, head_dim]` -> like q.
 
@@ -118,9 +114,11 @@ def _attend(
         layer_index,
         (_by_row(query), _by_row(key), _by_row(value)),
         attention_mask,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=options.get("sliding_window"),
-        softcap=options.get("softcap"),
-        sinks=options.get("s_aux"),
+        LayerScoring(
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            sliding_window=options.get("sliding_window"),
+            softcap=options.get("softcap"),
+            sinks=options.get("s_aux"),
+        ),
     )
     return attended.unsqueeze(0), None

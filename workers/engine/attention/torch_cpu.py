@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from workers.engine.attention.backend import GroupMetadata, IntArray, StepMetadata
+from workers.engine.attention.backend import GroupMetadata, IntArray, LayerScoring, StepMetadata
 from workers.engine.attention.masked import causal_bias, masked_attention
 from workers.engine.kv_cache import KVCache
 
@@ -40,28 +40,6 @@ class _WrittenOut(TypedDict):
     scale: float
     softcap: float | None
     sinks: torch.Tensor | None
-
-
-class _Scoring(NamedTuple):
-    """How a layer turns q.k into weights."""
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None
-
-    @property
-    def needs_written_out(self) -> bool:
-        """Whether torch's fused attention cannot do it."""
-        return self.softcap is not None or self.sinks is not None
-
-    def written_out(self) -> _WrittenOut:
-        """The keyword arguments of `masked_attention`."""
-        return {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
-
-    def hides_tokens(self, seq_len: int) -> bool:
-        """Whether the last of seq_len tokens does not see all of them."""
-        return self.window is not None and self.window < seq_len
 
 
 class _Gather(NamedTuple):
@@ -92,9 +70,9 @@ class _Decodes:
     biases: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
     """By window; made on first use, then shared by the layers."""
 
-    def bias(self, scoring: _Scoring, dtype: torch.dtype) -> torch.Tensor | None:
+    def bias(self, scoring: LayerScoring, dtype: torch.dtype) -> torch.Tensor | None:
         """`[rows, 1, 1, max_len]`, -inf at what a row does not see; None where each sees all."""
-        window = scoring.window if scoring.hides_tokens(self.max_len) else None
+        window = scoring.sliding_window if scoring.hides_tokens(self.max_len) else None
         if window not in self.biases:
             self.biases[window] = _decode_bias(self.seq_lens, self.max_len, window, dtype)
         return self.biases[window]
@@ -115,9 +93,9 @@ class _Chunk:
     def query_length(self) -> int:
         return int(self.rows.stop - self.rows.start)
 
-    def bias(self, scoring: _Scoring, dtype: torch.dtype) -> torch.Tensor:
+    def bias(self, scoring: LayerScoring, dtype: torch.dtype) -> torch.Tensor:
         """What to add to the scores `[query_length, seq_len]`."""
-        window = scoring.window if scoring.hides_tokens(self.seq_len) else None
+        window = scoring.sliding_window if scoring.hides_tokens(self.seq_len) else None
         if window not in self.biases:
             self.biases[window] = causal_bias(self.query_length, self.seq_len, window, dtype)
         return self.biases[window]
@@ -181,18 +159,13 @@ class TorchCpuBackend:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        scoring: LayerScoring,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
         key_rows, value_rows = self._cache.token_rows[layer_index]
         prepared = self._prepared[self._group_of[layer_index]]
         key_rows.index_copy_(0, prepared.writes, k)
         value_rows.index_copy_(0, prepared.writes, v)
-        scoring = _Scoring(scale, sliding_window, softcap, sinks)
         if not prepared.chunks and len(prepared.decodes) == 1:
             return self._decode(layer_index, prepared.decodes[0], q, scoring)
         if not prepared.decodes and len(prepared.chunks) == 1:
@@ -205,10 +178,10 @@ class TorchCpuBackend:
         return out
 
     def _decode(
-        self, layer_index: int, decodes: _Decodes, q: torch.Tensor, scoring: _Scoring
+        self, layer_index: int, decodes: _Decodes, q: torch.Tensor, scoring: LayerScoring
     ) -> torch.Tensor:
         keys, values = self._fetch(decodes.gather, layer_index)
-        if scoring.needs_written_out:
+        if _needs_written_out(scoring):
             return _attend_rows(decodes.seq_lens, q, keys, values, scoring)
         packed = q.reshape(len(q), self._layout.num_kv_heads, -1, self._layout.head_dim)
         attended = scaled_dot_product_attention(
@@ -221,14 +194,14 @@ class TorchCpuBackend:
         layer_index: int,
         chunk: _Chunk,
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        scoring: _Scoring,
+        scoring: LayerScoring,
     ) -> torch.Tensor:
         q, keys, values = (part[chunk.rows].transpose(0, 1).unsqueeze(0) for part in qkv)
         if chunk.gather is not None:
             keys, values = self._fetch(chunk.gather, layer_index)
-        if scoring.needs_written_out:
+        if _needs_written_out(scoring):
             bias = chunk.bias(scoring, torch.float32)
-            attended = masked_attention(q[0], keys[0], values[0], bias, **scoring.written_out())
+            attended = masked_attention(q[0], keys[0], values[0], bias, **_written_out(scoring))
             return attended.transpose(0, 1)
         is_plain = chunk.gather is None and not scoring.hides_tokens(chunk.seq_len)
         attended = scaled_dot_product_attention(
@@ -331,17 +304,28 @@ def _alike(seq_lens: IntArray, members: IntArray, max_tokens: int) -> Iterator[I
         first += size
 
 
+def _needs_written_out(scoring: LayerScoring) -> bool:
+    """Whether torch's fused attention cannot do it."""
+    return scoring.softcap is not None or scoring.sinks is not None
+
+
+def _written_out(scoring: LayerScoring) -> _WrittenOut:
+    """The keyword arguments of `masked_attention`."""
+    return {"scale": scoring.scale, "softcap": scoring.softcap, "sinks": scoring.sinks}
+
+
 def _attend_rows(
     seq_lens: Sequence[int],
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scoring: _Scoring,
+    scoring: LayerScoring,
 ) -> torch.Tensor:
     """One row of each sequence over the tokens that its window shows, one sequence at a time."""
     attended = []
     for row, seq_len in enumerate(seq_lens):
-        first = max(0, seq_len - scoring.window) if scoring.window is not None else 0
+        window = scoring.sliding_window
+        first = max(0, seq_len - window) if window is not None else 0
         seen = slice(first, seq_len)
         attended.append(
             masked_attention(
@@ -349,7 +333,7 @@ def _attend_rows(
                 keys[row, :, seen],
                 values[row, :, seen],
                 None,
-                **scoring.written_out(),
+                **_written_out(scoring),
             ).squeeze(1)
         )
     return torch.stack(attended)

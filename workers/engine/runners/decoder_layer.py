@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear, rms_norm
 
-from workers.engine.runners.forward import LayerScoring
+from workers.engine.attention.backend import LayerScoring
 from workers.errors import UnsupportedModelError
 
 __all__ = ["DecoderLayer", "Linear", "RmsNorm", "WidthNorm", "read_layer", "read_norm"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,17 +9,7 @@ import torch
 from workers.engine.attention.backend import IntArray, StepMetadata
 from workers.runner_choice import RunnerTier
 
-__all__ = ["ForwardPass", "LayerScoring"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LayerScoring:
-    """What a layer asks of its attention; see `AttentionBackend.forward`."""
-
-    scale: float
-    sliding_window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None
+__all__ = ["ForwardPass"]
 
 
 class ForwardPass(Protocol):

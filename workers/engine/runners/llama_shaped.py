@@ -15,9 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from workers.engine.attention.backend import AttentionBackend, IntArray, StepMetadata
+from workers.engine.attention.backend import (
+    AttentionBackend,
+    IntArray,
+    LayerScoring,
+    StepMetadata,
+)
 from workers.engine.runners.decoder_layer import DecoderLayer, RmsNorm, read_layer, read_norm
-from workers.engine.runners.forward import LayerScoring
 from workers.runner_choice import RunnerTier
 
 __all__ = ["LlamaShapedDecoder", "LlamaShapedForward"]
@@ -142,16 +146,12 @@ class LlamaShapedForward:
             query_key = layer.qk_norm(query_key)
         if layer.is_rotated:
             query_key = rotation.apply(query_key)
-        scoring = layer.scoring
         attended = self._backend.forward(
             layer.index,
             query_key[:, : layer.num_heads],
             query_key[:, layer.num_heads :],
             heads[:, num_qk:],
-            scale=scoring.scale,
-            sliding_window=scoring.sliding_window,
-            softcap=scoring.softcap,
-            sinks=scoring.sinks,
+            layer.scoring,
         )
         return attended.reshape(len(rows), -1)
 

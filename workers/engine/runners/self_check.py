@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kv_transfer.geometry import KVLayout
-from workers.engine.attention.backend import IntArray
+from workers.engine.attention.backend import IntArray, LayerScoring
 from workers.engine.attention.interface import MaskFunction, packed_forward, use_packed_attention
 from workers.engine.runners.comparison import (
     Reference,
@@ -25,7 +25,6 @@ from workers.engine.runners.comparison import (
     stock_reference,
     token_ids,
 )
-from workers.engine.runners.forward import LayerScoring
 from workers.engine.runners.stock import StockForward
 from workers.errors import UnsupportedModelError
 
@@ -102,11 +101,7 @@ class _Probe:
         layer_index: int,
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        scoring: LayerScoring,
     ) -> torch.Tensor:
         """See `AttentionHandler.attend`."""
         query, key, value = qkv
@@ -117,9 +112,7 @@ class _Probe:
                 key_shape=tuple(key.shape),
                 value_shape=tuple(value.shape),
                 mask=mask,
-                scoring=LayerScoring(
-                    scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-                ),
+                scoring=scoring,
             )
         )
         return query.new_zeros(*query.shape[:2], value.shape[-1])
@@ -156,9 +149,7 @@ def _check_layers(model: torch.nn.Module, layout: KVLayout) -> tuple[LayerScorin
 
 
 def _check_masks(model: torch.nn.Module, layout: KVLayout, max_model_len: int) -> None:
-    """Every layer's mask is causal, within the window that the layer tells its attention of.
-
-    And the layout keeps what that window shows.
+    """Every layer's mask is causal, within a window that its attention is told of and blocks keep.
 
     Masks are functions of positions, so this holds for the whole window, at the cost of few tokens.
     """

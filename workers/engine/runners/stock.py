@@ -10,7 +10,12 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from workers.engine.attention.backend import AttentionBackend, IntArray, StepMetadata
+from workers.engine.attention.backend import (
+    AttentionBackend,
+    IntArray,
+    LayerScoring,
+    StepMetadata,
+)
 from workers.engine.attention.interface import MaskFunction, packed_forward, use_packed_attention
 from workers.runner_choice import RunnerTier
 
@@ -55,11 +60,7 @@ class _BackendHandler:
         layer_index: int,
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        scoring: LayerScoring,
     ) -> torch.Tensor:
         """See `AttentionHandler.attend`.
 
@@ -73,14 +74,5 @@ class _BackendHandler:
             value = pad(value, (0, missing))
         elif missing < 0:
             query, key = pad(query, (0, -missing)), pad(key, (0, -missing))
-        attended = self._backend.forward(
-            layer_index,
-            query,
-            key,
-            value,
-            scale=scale,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        attended = self._backend.forward(layer_index, query, key, value, scoring)
         return attended[..., :value_dim] if missing > 0 else attended

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.geometry import BlockId, KVLayout
-from workers.engine.attention.backend import build_metadata
+from workers.engine.attention.backend import LayerScoring, build_metadata
 from workers.engine.attention.masked import causal_bias
 from workers.engine.attention.torch_cpu import TorchCpuBackend
 from workers.engine.block_table import BlockTable
@@ -102,9 +102,8 @@ class World:
         num_tokens = sum(lengths)
         q = self.make(num_tokens, HEADS, HEAD_DIM)
         k, v = (self.make(num_tokens, KV_HEADS, HEAD_DIM) for _ in range(2))
-        out = self.backend.forward(
-            layer, q, k, v, scale=SCALE, sliding_window=window, softcap=softcap, sinks=sinks
-        )
+        scoring = LayerScoring(scale=SCALE, sliding_window=window, softcap=softcap, sinks=sinks)
+        out = self.backend.forward(layer, q, k, v, scoring)
         expected, row = [], 0
         for i in members:
             keys, values = self.history[i][layer]

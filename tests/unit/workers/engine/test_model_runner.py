@@ -236,20 +236,19 @@ class BrokenBackend(TorchCpuBackend):
         super().__init__(kv_cache)
         self._fault = fault
 
-    def forward(self, layer_index, q, k, v, **options):
-        self._fault(options)
-        return super().forward(layer_index, q, k, v, **options)
+    def forward(self, layer_index, q, k, v, scoring):
+        return super().forward(layer_index, q, k, v, self._fault(scoring))
 
 
 FAULTS = {
     "gemma2": [
-        lambda options: options.update(sliding_window=options["sliding_window"] and 7),
-        lambda options: options.update(sliding_window=None),
-        lambda options: options.update(softcap=None),
-        lambda options: options.update(scale=options["scale"] * 1.02),
+        lambda scoring: replace(scoring, sliding_window=scoring.sliding_window and 7),
+        lambda scoring: replace(scoring, sliding_window=None),
+        lambda scoring: replace(scoring, softcap=None),
+        lambda scoring: replace(scoring, scale=scoring.scale * 1.02),
     ],
-    "gpt_oss": [lambda options: options.update(sinks=None)],
-    "llama": [lambda options: options.update(sliding_window=12)],
+    "gpt_oss": [lambda scoring: replace(scoring, sinks=None)],
+    "llama": [lambda scoring: replace(scoring, sliding_window=12)],
 }
 
 
