@@ -2,6 +2,7 @@
 
     TransferError
     +-- LinkRefusedError       the two workers may not exchange KV: both values are named
+    |   +-- NotAuthenticatedError  one of them has not proved that it knows the deployment's secret
     +-- PeerLostError          the peer died, hung or closed the connection
     +-- TransferDeadlineError  a phase took longer than its deadline
     +-- LeaseLostError         the lease expired or was revoked; what was read is not to be used
@@ -38,6 +39,10 @@ class TransferError(Exception):
 
 class LinkRefusedError(TransferError):
     """The workers' pools are not compatible, or they are not who they say they are."""
+
+
+class NotAuthenticatedError(LinkRefusedError):
+    """The other end has not proved that it belongs to this deployment, or who it is."""
 
 
 class PeerLostError(TransferError):

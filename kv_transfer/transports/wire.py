@@ -33,6 +33,7 @@ from kv_transfer.transport import (
     InvalidTransferError,
     LeaseLostError,
     LinkRefusedError,
+    NotAuthenticatedError,
     PeerLostError,
     TransferDeadlineError,
     TransferError,
@@ -86,6 +87,7 @@ _ERROR_CODES: Mapping[type[TransferError], int] = MappingProxyType(
         LeaseLostError: 4,
         CorruptTransferError: 5,
         InvalidTransferError: 6,
+        NotAuthenticatedError: 7,
     }
 )
 _ERROR_TYPES = MappingProxyType({code: error for error, code in _ERROR_CODES.items()})
