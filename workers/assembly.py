@@ -22,7 +22,8 @@ from kv_transfer.transport import Transport
 from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.tcp import TcpTransport
 from workers import planning
-from workers.decode import DecodeConfig, DecodeWorker, PrefillService
+from workers.decode import DecodeWorker
+from workers.decode_config import DecodeConfig
 from workers.engine.block_pool import BlockPool
 from workers.engine.build import build_runner
 from workers.engine.kv_cache import KVCache, torch_dtype
@@ -30,6 +31,7 @@ from workers.engine.loop import Engine
 from workers.engine.prefix_cache import PrefixScope
 from workers.engine.scheduler import Scheduler, SchedulerConfig
 from workers.errors import WorkerError
+from workers.handoff import PrefillService
 from workers.host import available_cores, has_bf16_cpu
 from workers.models.facts import facts_from_info
 from workers.models.loading import ModelInfo, load_model_info

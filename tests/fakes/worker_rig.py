@@ -25,13 +25,15 @@ from tests.fakes.model_runner import FakeModelRunner
 from tests.fakes.transport import Fault
 from tests.fakes.until import until
 from tests.fakes.watched_transport import WatchedPool, WatchedTransport
-from workers.decode import DecodeConfig, DecodeWorker, PrefillService
+from workers.decode import DecodeWorker
+from workers.decode_config import DecodeConfig
 from workers.engine.loop import Engine
 from workers.engine.prefix_cache import PrefixScope
 from workers.engine.sampling_params import SamplingParams
 from workers.engine.scheduler import Scheduler, SchedulerConfig
 from workers.engine.step import SequenceId, StepPlan, StepResult
 from workers.engine.step_thread import ModelRunner
+from workers.handoff import PrefillService
 from workers.messages import (
     Failed,
     Finished,

@@ -23,7 +23,7 @@ from tests.fakes.worker_rig import (
     generate_request,
     worker_rig,
 )
-from workers.decode import DecodeConfig
+from workers.decode_config import DecodeConfig
 from workers.engine.sampling_params import SamplingParams
 from workers.messages import Failed, FailureCode, Finished, GenerateRequest
 

@@ -21,7 +21,7 @@ from tests.fakes.transport import Fault, FaultKind, FaultyTransport
 from tests.fakes.worker_rig import Client, Rig, RigConfig, generate_request, worker_rig
 from tests.parity.ledger import TIE
 from tests.parity.references import make_reference
-from workers.decode import DecodeConfig
+from workers.decode_config import DecodeConfig
 from workers.engine.sampling_params import SamplingParams
 from workers.messages import Finished
 

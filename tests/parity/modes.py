@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from tests.fakes.worker_rig import ModelFactory, Rig, RigConfig, generate_request, worker_rig
 from tests.parity.references import Reference
 from tests.parity.subjects import Subject
-from workers.decode import DecodeConfig, DecodeWorker
+from workers.decode import DecodeWorker
+from workers.decode_config import DecodeConfig
 from workers.engine.sampling_params import SamplingParams
 from workers.engine.step import StepPlan, StepResult
 from workers.engine.step_thread import ModelRunner

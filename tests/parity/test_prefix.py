@@ -15,7 +15,7 @@ from tests.fakes.paged_model import paged
 from tests.fakes.tiny_models import MAX_MODEL_LEN, SERVED, layout_of, make_model
 from tests.fakes.worker_rig import Client, Rig, RigConfig, generate_request, worker_rig
 from tests.parity.references import Reference, make_reference
-from workers.decode import DecodeConfig
+from workers.decode_config import DecodeConfig
 from workers.engine.sampling_params import SamplingParams
 
 NUM_TOKENS = 24

@@ -25,7 +25,7 @@ from tests.fakes.worker_rig import (
     generate_request,
     worker_rig,
 )
-from workers.decode import DecodeConfig
+from workers.decode_config import DecodeConfig
 from workers.engine.attention.interface import use_packed_attention
 from workers.engine.runners.self_check import check_model
 from workers.engine.sampling_params import SamplingParams

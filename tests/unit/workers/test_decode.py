@@ -14,7 +14,7 @@ from tests.fakes.model_runner import generate
 from tests.fakes.transport import Fault, FaultKind, FaultyTransport
 from tests.fakes.until import until
 from tests.fakes.worker_rig import Client, Rig, RigConfig, generate_request, worker_rig
-from workers.decode import DecodeConfig
+from workers.decode_config import DecodeConfig
 from workers.engine.sampling_params import SamplingParams
 from workers.messages import (
     FailureCode,
