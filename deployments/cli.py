@@ -52,11 +52,12 @@ def _exit_code(error: Exception) -> int | None:
     from configs.load import SettingsError
     from deployments.bench.errors import BenchError, BenchInputError
     from deployments.cluster.errors import ClusterError
+    from deployments.secret import SecretError
     from deployments.terminal.errors import ApiError
     from workers.errors import WorkerError
     from workers.models.errors import ModelError
 
-    if isinstance(error, (SettingsError, BenchInputError)):
+    if isinstance(error, (SettingsError, SecretError, BenchInputError)):
         return _MISUSED
     expected = (ApiError, BenchError, ClusterError, ModelError, WorkerError)
     return _FAILED if isinstance(error, expected) else None

@@ -16,6 +16,7 @@ import httpx
 from configs.schema import Settings
 from deployments.cluster.errors import ClusterError
 from deployments.cluster.local import LocalCluster
+from deployments.secret import read_secret
 from deployments.terminal.check import plan_for_host
 from workers.models.store import default_cache_dir
 from workers.planning import enforce
@@ -39,12 +40,13 @@ _LAST_REPLIES_S = 0.3
 def serve(settings: Settings) -> None:
     """Start everything, say when it is ready, and stop everything at Ctrl-C or SIGTERM.
 
-    Raises what the plan's checks raise before anything is started, and `ClusterError` where Ray or
-    a deployment does not come up.
+    Raises what the plan's checks and the secret raise before anything is started, and
+    `ClusterError` where Ray or a deployment does not come up.
     """
     started = time.monotonic()
     plan = plan_for_host(settings, os.environ)
     enforce(plan.checks)
+    secret = read_secret(os.environ)
     workers = " + ".join(
         f"{worker.replicas} {worker.role} ({worker.pool_tokens} tokens of KV each)"
         for worker in plan.workers
@@ -52,7 +54,9 @@ def serve(settings: Settings) -> None:
     _say(f"Serving {settings.model.served_name} with {workers}; starting Ray ...")
     directory = instance_directory(settings, os.environ)
     with (
-        LocalCluster(directory, host=settings.http.host, port=settings.http.port) as cluster,
+        LocalCluster(
+            directory, host=settings.http.host, port=settings.http.port, secret=secret
+        ) as cluster,
         _draining(cluster),
     ):
         cluster.deploy(serve_config(settings), timeout_s=_DEPLOY_TIMEOUT_S)

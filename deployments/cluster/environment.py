@@ -13,6 +13,8 @@ from pathlib import Path
 from deployments.cluster.errors import EnvironmentTooLateError
 from deployments.cluster.ports import Ports
 from deployments.cluster.processes import MARKER
+from deployments.secret import SECRET_VARIABLE
+from kv_transfer.authentication import Secret
 
 FIXED: Mapping[str, str] = {
     # Ray takes the host's outer address for its own and listens on every interface. Where it
@@ -75,6 +77,7 @@ def instance_environment(
     ports: Ports,
     launcher: Path,
     token: Path,
+    secret: Secret,
     python_path: str,
 ) -> dict[str, str]:
     """What the processes of one instance are started with, beside FIXED.
@@ -85,6 +88,9 @@ def instance_environment(
     root = str(Path(__file__).resolve().parents[2])
     return {
         MARKER: instance_id,
+        # Our workers prove to each other with this one. Here and not in a runtime environment,
+        # which Ray shows.
+        SECRET_VARIABLE: secret.reveal(),
         # Ray's processes prove to each other with this token that they belong together. By default
         # it is one file in the home directory, which need not be writable and which all share.
         "RAY_AUTH_TOKEN_PATH": str(token),

@@ -21,6 +21,7 @@ from deployments.cluster.environment import instance_environment, prepare_enviro
 from deployments.cluster.errors import ClusterDiedError, ClusterError, DeployError, ServeConfigError
 from deployments.cluster.haproxy import write_launcher
 from deployments.cluster.instance import Instance, claim
+from kv_transfer.authentication import Secret
 
 POLL_S = 0.2
 # Replicas that still answer get this long at the end; what remains after it is killed.
@@ -90,12 +91,15 @@ class LocalCluster:
         port: int = 8000,
         num_cpus: float | None = None,
         num_gpus: float | None = None,
+        secret: Secret | None = None,
     ) -> None:
+        """Nothing starts yet; without a `secret` the workers of each start get a fresh one."""
         self._directory = directory
         self._host = host
         self._port = port
         self._num_cpus = num_cpus
         self._num_gpus = num_gpus
+        self._secret = secret
         self._resources = ExitStack()
         self._ray_node: Any = None
         self._client: Any = None
@@ -160,6 +164,7 @@ class LocalCluster:
             ports=instance.ports,
             launcher=launcher,
             token=token,
+            secret=self._secret or Secret.fresh(),
             python_path=os.environ.get("PYTHONPATH", ""),
         )
         starting.enter_context(_environment(environment))
