@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 __all__ = [
+    "ChannelSettings",
     "DecodeSettings",
     "EngineSettings",
     "HttpSettings",
@@ -36,6 +37,9 @@ _BYTE_UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+
+
+_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 def _parse_bytes(value: object) -> object:
@@ -175,6 +179,15 @@ class TransferSettings(_Group):
         return self
 
 
+class ChannelSettings(_Group):
+    """The token channel, on which Front sends requests to decode workers and gets tokens."""
+
+    host: Name = "127.0.0.1"
+    """Address that decode workers listen on for Fronts."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0 lets the system choose; another one is for a single decode worker on each address."""
+
+
 class HttpSettings(_Group):
     """The HTTP entry."""
 
@@ -220,6 +233,16 @@ class Settings(_Group):
     prefill: PrefillSettings | None = None
     """null is colocated: decode workers prefill everything themselves."""
     transfer: TransferSettings = TransferSettings()
+    channel: ChannelSettings = ChannelSettings()
     http: HttpSettings = HttpSettings()
     limits: LimitSettings = LimitSettings()
     router: RouterSettings = RouterSettings()
+
+    @model_validator(mode="after")
+    def _check_channel_ports_suffice(self) -> Self:
+        if self.channel.port and self.decode.replicas > 1 and self.channel.host in _LOOPBACK:
+            raise ValueError(
+                f"channel.port ({self.channel.port}) is one port for {self.decode.replicas} decode "
+                "workers on this host; 0 lets each have its own"
+            )
+        return self

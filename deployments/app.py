@@ -11,14 +11,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
 
 from configs.schema import EngineSettings, Settings
 from deployments.decode import Decode
 from deployments.front import Front
 from deployments.prefill import Prefill
 
-_DECODE_ROUTER = "deployments.decode_router:DecodeRouter"
 _ONGOING_PER_FRONT = 1024
 _CPUS_PER_REPLICA = 0.1
 """What Ray books, not what is used: threads are planned by `workers.planning`."""
@@ -45,10 +43,8 @@ def build(args: Mapping[str, Any]) -> Application:
     """
     settings = AppArgs.model_validate(args).settings
     prefill = _prefill(settings)
-    decode = (
-        _deployment(Decode, "Decode", settings.decode.replicas, settings.decode.engine)
-        .options(request_router_config=RequestRouterConfig(request_router_class=_DECODE_ROUTER))
-        .bind(settings, prefill)
+    decode = _deployment(Decode, "Decode", settings.decode.replicas, settings.decode.engine).bind(
+        settings, prefill
     )
     front = serve.deployment(
         Front,

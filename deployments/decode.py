@@ -1,21 +1,32 @@
-"""The decode pool as a Serve deployment: a process around a `DecodeWorker`, nothing more."""
+"""The decode pool as a Serve deployment: a process around a `DecodeWorker`, nothing more.
+
+Requests come over the token channel and not through Serve, which starts, watches and replaces the
+processes. So it is the replica itself that finishes what it has when Serve lets it go.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from dataclasses import replace
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from configs.schema import Settings
+from deployments.channel.address import ChannelAddress
+from deployments.channel.server import ChannelServer
+from deployments.channel.stream import ChannelTimings
 from deployments.handles import PrefillPool
 from deployments.metrics import WorkerSnapshot, loop_sample
-from deployments.process import prepare_engine_process
+from deployments.process import (
+    at_own_address,
+    deployment_secret,
+    prepare_engine_process,
+)
 from deployments.worker_metrics import decode_samples
-from workers.messages import GenerateRequest, Heartbeat, WorkerEvent
+
+_LAST_WORDS_S = 1.0
+"""From the end of the last request to that of the process; Serve kills it when its time is up."""
 
 
 class Decode:
@@ -28,26 +39,30 @@ class Decode:
         from workers.assembly import build_decode_worker
 
         prepare_engine_process()
+        secret = deployment_secret(os.environ)
         context = serve.get_replica_context()
-        self._replica = context.replica_id.unique_id
-        worker_id = f"decode-{context.rank.rank}"
+        grace_s = context._deployment_config.graceful_shutdown_timeout_s
+        self._grace_s = max(0.0, grace_s - _LAST_WORDS_S)
         self._worker = await asyncio.to_thread(
             build_decode_worker,
             settings,
-            worker_id=worker_id,
+            worker_id=f"decode-{context.rank.rank}",
             environ=os.environ,
             prefill=PrefillPool(prefill) if prefill is not None else None,
         )
+        self._channel = ChannelServer(
+            service=self._worker,
+            worker=context.replica_id.unique_id,
+            secret=secret,
+            timings=ChannelTimings(),
+        )
         await self._worker.start()
+        own = at_own_address(settings, os.environ).channel
+        self._address = await self._channel.start(own.host, own.port)
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[WorkerEvent]:
-        """See `DecodeWorker.generate`; heartbeats name the replica as Serve's router knows it."""
-        async for event in self._worker.generate(request):
-            yield replace(event, worker=self._replica) if isinstance(event, Heartbeat) else event
-
-    async def is_ready(self) -> bool:
-        """Whether requests are taken."""
-        return self._worker.healthy
+    async def channel_address(self) -> ChannelAddress:
+        """Where Fronts find this worker."""
+        return self._address
 
     async def snapshot(self) -> WorkerSnapshot:
         """This worker's share of `/metrics`."""
@@ -56,6 +71,11 @@ class Decode:
             role="decode",
             samples=(*decode_samples(self._worker), loop_sample()),
         )
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve, for policies that scale by it: it sees no request of ours itself."""
+        load = self._worker.load()
+        return {"ongoing_requests": load.requests, "waiting_requests": load.waiting}
 
     async def drain(self, timeout_s: float) -> None:
         """See `DecodeWorker.drain`; every request ends with a reply before the service goes."""
@@ -67,5 +87,10 @@ class Decode:
             raise RuntimeError("the engine has stopped")
 
     async def __del__(self) -> None:
-        """Called by Serve when the replica is told to go."""
-        await self._worker.stop()
+        """Called by Serve when the replica is told to go: what runs has its time to finish.
+
+        Fronts go on elsewhere with what has not finished then.
+        """
+        self._channel.leave()
+        await self._worker.drain(timeout_s=self._grace_s)
+        await self._channel.close()

@@ -8,18 +8,22 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from configs.schema import Settings
+from deployments.channel.address import ChannelAddress
+from deployments.channel.pool import ChannelPool
+from deployments.channel.stream import ChannelTimings
 from deployments.front_service import FrontService, FrontSettings, ServedModel, Sources
-from deployments.handles import DecodePool, ask_all
+from deployments.handles import ask_all
 from deployments.http_app import build_app
 from deployments.metrics import FrontMetrics, WorkerSnapshot
 from deployments.openai.models import ModelCard, SamplingDefaults
-from deployments.process import log_to_stderr
+from deployments.process import deployment_secret, log_to_stderr
 from deployments.resume import ResumeConfig, ResumingBackend
 from deployments.text.chat import ChatEncoder
 from deployments.text.tokenizer import TextTokenizer
@@ -33,7 +37,7 @@ from workers.models.generation_config import read_eos_token_ids, read_generation
 from workers.models.store import ModelStore, default_cache_dir
 from workers.runner_choice import choose_runner
 
-_SNAPSHOT_TIMEOUT_S = 2.0
+_ASK_TIMEOUT_S = 2.0
 _TOKENIZER_THREADS = 2
 _LOCAL_POOL = "local"
 
@@ -53,7 +57,7 @@ class Routing:
 class Front:
     """One replica = one HTTP application; holds no state that another Front could miss."""
 
-    def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: Settings, decode: DeploymentHandle, prefill: DeploymentHandle | None
     ) -> None:
         log_to_stderr()
@@ -64,8 +68,16 @@ class Front:
         if settings.http.front_replicas > 1:
             self._fronts = serve.get_deployment_handle(context.deployment, context.app_name)
         metrics = FrontMetrics(self._front_id)
+        self._pool = ChannelPool(
+            me=context.replica_id.unique_id,
+            find=partial(_decode_addresses, decode),
+            secret=deployment_secret(os.environ),
+            timings=ChannelTimings(silence_s=settings.decode.silence_s),
+            rng=random.Random(),
+            clock=time.monotonic,
+        )
         backend = ResumingBackend(
-            DecodePool(decode),
+            self._pool,
             ResumeConfig(silence_s=settings.decode.silence_s),
             clock=time.monotonic,
             on_loss=lambda loss: metrics.attempt_lost(loss.value),
@@ -86,6 +98,7 @@ class Front:
             sources=Sources(clock=time.monotonic, wall_clock=time.time, rng=random.SystemRandom()),
             peer_snapshots=self._peer_snapshots,
         )
+        self._pool.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""
@@ -95,14 +108,23 @@ class Front:
         """This Front's share of `/metrics`, for the other Fronts."""
         return self._service.snapshot()
 
+    async def __del__(self) -> None:
+        """Called by Serve when the replica is told to go, after its last request."""
+        await self._pool.close()
+
     async def _peer_snapshots(self) -> Sequence[WorkerSnapshot]:
         """All workers and the other Fronts, asked anew at each scrape."""
         handles = [*self._workers, *([self._fronts] if self._fronts is not None else [])]
         answers = await asyncio.gather(
-            *(ask_all(handle, "snapshot", timeout_s=_SNAPSHOT_TIMEOUT_S) for handle in handles)
+            *(ask_all(handle, "snapshot", timeout_s=_ASK_TIMEOUT_S) for handle in handles)
         )
         snapshots: list[WorkerSnapshot] = [snapshot for some in answers for snapshot in some]
         return [snapshot for snapshot in snapshots if snapshot.worker_id != self._front_id]
+
+
+async def _decode_addresses(decode: DeploymentHandle) -> Sequence[ChannelAddress]:
+    """Where the decode workers that Serve knows of take channels."""
+    return await ask_all(decode, "channel_address", timeout_s=_ASK_TIMEOUT_S)
 
 
 def _served_model(settings: Settings) -> ServedModel:

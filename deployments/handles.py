@@ -6,6 +6,7 @@ iterating is turned into a cancelled call on the other side.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -14,16 +15,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from kv_transfer.transport import PeerLostError
-from workers.messages import (
-    Failed,
-    FailureCode,
-    GenerateRequest,
-    PrefillEvent,
-    PrefillRequest,
-    WorkerEvent,
-)
+from workers.messages import PrefillEvent, PrefillRequest
 
-_ASK_TIMEOUT_S = 2.0
 _PLAIN_PICKLE = "pickle"
 """Our messages are plain values: the C pickler does, where Serve's default goes through Python."""
 
@@ -64,37 +57,25 @@ class PrefillPool:
             await answers.aclose()
 
 
-class DecodePool:
-    """The decode deployment as the `WorkerPool` of Front's backend."""
-
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
-
-    async def is_ready(self) -> bool:
-        """Whether a decode worker takes requests; without prefill workers it computes prompts."""
-        return any(await ask_all(self._handle, "is_ready", timeout_s=_ASK_TIMEOUT_S))
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[WorkerEvent, None]:
-        """See `DecodeWorker.generate`; a replica that dies is a `Failed` with WORKER_LOST."""
-        events = stream_call(self._handle, "generate", request)
-        try:
-            async for event in events:
-                yield event
-        except (RayError, RayServeException) as error:
-            yield Failed(
-                attempt=request.attempt,
-                code=FailureCode.WORKER_LOST,
-                message=f"the decode worker was lost ({type(error).__name__})",
-            )
-        finally:
-            await events.aclose()
-
-
 async def ask_all(handle: DeploymentHandle, method: str, *, timeout_s: float) -> list[Any]:
-    """Answers of every live replica; those that fail are left out, and all if one is late."""
+    """Answers of every live replica, without those that fail or are late."""
+    # Serve's own way of waiting gives nothing if one replica is late: one that hangs would hide
+    # all others.
     answers = handle.broadcast(method)
     try:
-        results = await answers.results_async(timeout_s=timeout_s, return_exceptions=True)
+        async with asyncio.timeout(timeout_s):
+            replies = await answers._fetch_replica_results_async()
     except (TimeoutError, RayError, RayServeException):
         return []
-    return [result for result in results if not isinstance(result, BaseException)]
+    waiting = [asyncio.ensure_future(reply.get_async()) for reply in replies]
+    if waiting:
+        await asyncio.wait(waiting, timeout=timeout_s)
+    return [answer for asked in waiting if (answer := _answer_of(asked)) is not None]
+
+
+def _answer_of(asked: asyncio.Future[Any]) -> Any:
+    """What a replica has answered; None if it failed or has not."""
+    if not asked.done():
+        asked.cancel()
+        return None
+    return None if asked.cancelled() or asked.exception() is not None else asked.result()

@@ -5,12 +5,18 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from configs.schema import Settings
+from deployments.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, SecretError, read_secret
+from kv_transfer.authentication import Secret
 
 _OUR_PACKAGES = ("deployments", "workers", "kv_transfer", "router")
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
-_OWN_ADDRESS = "BATON_TRANSFER__HOST"
+_OWN_ADDRESSES: Mapping[str, str] = MappingProxyType(
+    {"transfer": "BATON_TRANSFER__HOST", "channel": "BATON_CHANNEL__HOST"}
+)
+"""Groups of settings whose host differs from pod to pod, and where a pod's environment has it."""
 _SWITCH_INTERVAL_S = 0.0005
 """The step thread and the event loop share the interpreter lock: with Python's 5 ms, a token would
 wait that long for the loop whenever the step is between two operators."""
@@ -35,13 +41,29 @@ def prepare_engine_process() -> None:
 
 
 def at_own_address(settings: Settings, environ: Mapping[str, str]) -> Settings:
-    """The settings, with the address of this pod where its environment names it.
+    """The settings, with the addresses of this pod where its environment names them.
 
-    In a cluster every pod listens for fetches on its own address, which no shared settings can
-    hold; the manifests pass it as BATON_TRANSFER__HOST. On one host the settings say it.
+    In a cluster every pod listens for fetches and for Fronts on its own address, which no shared
+    settings can hold; the manifests pass it. On one host the settings say it.
     """
-    host = environ.get(_OWN_ADDRESS)
-    if not host:
-        return settings
-    transfer = settings.transfer.model_copy(update={"host": host})
-    return settings.model_copy(update={"transfer": transfer})
+    own = {
+        group: getattr(settings, group).model_copy(update={"host": host})
+        for group, name in _OWN_ADDRESSES.items()
+        if (host := environ.get(name))
+    }
+    return settings.model_copy(update=own)
+
+
+def deployment_secret(environ: Mapping[str, str]) -> Secret:
+    """What this process and those that it talks to know each other by.
+
+    Raises `SecretError` where there is none, or none that can be used.
+    """
+    secret = read_secret(environ)
+    if secret is None:
+        raise SecretError(
+            f"Front and decode workers know each other by the deployment's secret: set "
+            f"{SECRET_VARIABLE} or {SECRET_FILE_VARIABLE}, to the same for all of them "
+            "(`openssl rand -hex 32` makes one)"
+        )
+    return secret

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 
 from kv_transfer.handoff import PeerInfo
@@ -32,6 +32,7 @@ from workers.messages import (
     GenerateRequest,
     Heartbeat,
     WorkerEvent,
+    WorkerLoad,
     deadline_of,
 )
 
@@ -136,7 +137,17 @@ class DecodeWorker:
         )
         return self._engine.stats(), receiver, handoff
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[WorkerEvent]:
+    def load(self) -> WorkerLoad:
+        """How busy this worker is, for who chooses among several."""
+        stats = self._engine.stats()
+        return WorkerLoad(
+            takes_requests=self.healthy,
+            requests=len(self._calls),
+            waiting=stats.waiting,
+            available_blocks=stats.free_blocks + stats.cached_blocks,
+        )
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[WorkerEvent, None]:
         """Generate one sequence: token frames, then exactly one `Finished` or `Failed`.
 
         Between them are heartbeats, wherever nothing else is sent for some `heartbeat_s`. Closing

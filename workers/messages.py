@@ -1,4 +1,7 @@
-"""What Front, decode and prefill workers say to each other about requests. Frozen, picklable."""
+"""What Front, decode and prefill workers say to each other about requests.
+
+Frozen values of plain types: they are pickled by Serve, and are MessagePack on the token channel.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ __all__ = [
     "PromptFrame",
     "TokenFrame",
     "WorkerEvent",
+    "WorkerLoad",
     "deadline_of",
 ]
 
@@ -127,6 +131,21 @@ GenerateEvent = PromptFrame | TokenFrame | Finished | Failed
 
 WorkerEvent = GenerateEvent | Heartbeat
 """What a decode worker sends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """How busy a decode worker is, for who chooses among several."""
+
+    takes_requests: bool
+    """Whether its engine runs."""
+    requests: int
+    waiting: int
+    """Of them, those that wait for blocks."""
+    available_blocks: int
+    """Free or cached."""
+    is_leaving: bool = False
+    """Its process finishes what it has and then goes: nothing new is for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

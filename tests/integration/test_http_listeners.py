@@ -29,8 +29,9 @@ async def test_every_listener_of_the_process_tree_is_loopback(baton_server: Bato
         return baton_server.port in {found.port for found in listeners(baton_server.pid)}
 
     await until(listens_for_clients)
-    prefill = baton_server.replica_pid("Prefill")  # listens for fetches of KV
-    assert prefill in {found.pid for found in listeners(baton_server.pid)}
+    processes = {found.pid for found in listeners(baton_server.pid)}
+    assert baton_server.replica_pid("Prefill") in processes  # listens for fetches of KV
+    assert baton_server.replica_pid("Decode") in processes  # listens for Fronts
     assert wide_listeners(baton_server.pid) == []
 
 

@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from configs.schema import (
+    ChannelSettings,
     EngineSettings,
     HttpSettings,
     ModelSettings,
@@ -75,6 +76,8 @@ def test_sizes_that_say_nothing_clear_are_refused(text: object) -> None:
         (HttpSettings, {"port": 65536}, "65535"),
         (HttpSettings, {"keep_alive_s": float("nan")}, "finite"),
         (HttpSettings, {"host": ""}, "at least 1 character"),
+        (ChannelSettings, {"port": 65536}, "65535"),
+        (Settings, {"channel": {"port": 9000}, "decode": {"replicas": 2}}, "2 decode workers"),
         (Settings, {"prefill": {"replicas": 0}}, "greater than or equal to 1"),
         (Settings, {"decode": {"local_prefill_tokens": -1}}, "greater than or equal to 0"),
         (Settings, {"decode": {"surplus": 1}}, "Extra inputs"),
@@ -94,6 +97,8 @@ def test_values_that_break_a_rule_are_refused(
         (TransferSettings, {"lease_s": 59, "deadline_s": 60}),
         (HttpSettings, {"port": 65535, "keep_alive_s": 599.9}),
         (Settings, {"decode": {"local_prefill_tokens": 0}}),
+        (Settings, {"channel": {"port": 9000}}),
+        (Settings, {"channel": {"port": 9000, "host": "10.0.0.7"}, "decode": {"replicas": 2}}),
     ],
 )
 def test_values_at_the_edge_of_a_rule_are_taken(

@@ -18,7 +18,7 @@ MAX_NAME_LENGTH = 47
 """The operator appends to the name for the cluster's, and to that for the services'."""
 MIN_TOKEN_AUTH_VERSION = (2, 52)
 RAY_SWITCHES = ("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED")
-POD_ADDRESS = "BATON_TRANSFER__HOST"
+POD_ADDRESSES = ("BATON_TRANSFER__HOST", "BATON_CHANNEL__HOST")
 REDIS_VARIABLES = frozenset({"RAY_REDIS_ADDRESS", "REDIS_PASSWORD", "REDIS_USERNAME"})
 LOCAL_ONLY_VARIABLES = frozenset(
     {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"}
@@ -190,8 +190,9 @@ def _environment(service: RayService) -> Iterator[str]:
         for switch in RAY_SWITCHES:
             if variables.get(switch) != "1":
                 yield f"group {name}: {switch} is not 1; all processes must agree"
-        if variables.get(POD_ADDRESS) != {"fieldRef": {"fieldPath": "status.podIP"}}:
-            yield f"group {name}: {POD_ADDRESS} is not the pod's address"
+        for variable in POD_ADDRESSES:
+            if variables.get(variable) != {"fieldRef": {"fieldPath": "status.podIP"}}:
+                yield f"group {name}: {variable} is not the pod's address"
         for variable in sorted(LOCAL_ONLY_VARIABLES & set(variables)):
             yield f"group {name}: {variable} would keep the pod's servers on loopback"
 

@@ -1,0 +1,40 @@
+"""Baton with two decode workers, changed while it runs: each line of stdin is what to deploy next.
+
+    python -m tests.integration.scaled_app DIRECTORY PORT
+
+A line is the JSON of the `deployments` of a Serve config; "deployed" is printed once it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from configs.load import load
+from deployments.cluster.local import LocalCluster
+from deployments.serving import serve_config
+
+SETTINGS = (
+    "model.dtype=fp32",  # so that a text does not depend on what else is in its batch
+    "model.max_model_len=2048",
+    "decode.replicas=2",
+    "decode.engine.pool_tokens=8192",
+)
+DEPLOY_TIMEOUT_S = 240.0
+
+
+def main(directory: str, port: int) -> None:
+    """Deploy what comes, until stdin ends."""
+    overrides = (*SETTINGS, f"http.port={port}")
+    config = serve_config(load("colocated", environ=os.environ, overrides=overrides))
+    with LocalCluster(Path(directory), host="127.0.0.1", port=port) as cluster:
+        for line in sys.stdin:
+            config["applications"][0]["deployments"] = json.loads(line)
+            cluster.deploy(config, timeout_s=DEPLOY_TIMEOUT_S)
+            print("deployed", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

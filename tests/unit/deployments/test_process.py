@@ -1,0 +1,26 @@
+"""What a process of a deployment takes from its environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from configs.schema import Settings
+from deployments.process import at_own_address, deployment_secret
+from deployments.secret import SecretError
+
+
+def test_a_pod_listens_on_its_own_addresses():
+    environ = {"BATON_TRANSFER__HOST": "10.0.0.7", "BATON_CHANNEL__HOST": "10.0.0.8"}
+    own = at_own_address(Settings(), environ)
+    assert (own.transfer.host, own.channel.host) == ("10.0.0.7", "10.0.0.8")
+
+
+def test_where_the_environment_names_none_the_settings_hold():
+    assert at_own_address(Settings(), {"BATON_CHANNEL__HOST": ""}) == Settings()
+
+
+def test_a_secret_is_needed_and_its_absence_says_what_to_do():
+    with pytest.raises(SecretError, match="BATON_SECRET"):
+        deployment_secret({})
+    text = "0123456789abcdef" * 2
+    assert deployment_secret({"BATON_SECRET": text}).reveal() == text
