@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kv_transfer.geometry import KVLayout
+from kv_transfer.shared_memory import SharedRegion
 from tests.fakes.worker_rig import ModelFactory
 from workers.engine.attention.torch_cpu import TorchCpuBackend
 from workers.engine.kv_cache import KVCache
@@ -12,11 +13,16 @@ from workers.engine.model_runner import RaggedModelRunner
 from workers.engine.runners.stock import StockForward
 
 
-def paged(model: torch.nn.Module, layout: KVLayout) -> ModelFactory:
-    """Runners that share the model; every element of a pool is NaN until it is written."""
+def paged(model: torch.nn.Module, layout: KVLayout, *, shared: bool = False) -> ModelFactory:
+    """Runners that share the model.
+
+    Every element of a pool is NaN until it is written; in `shared` pools, which the shm transport
+    can read, it is zero, as in a worker's.
+    """
 
     def make(num_blocks: int) -> tuple[RaggedModelRunner, KVCache]:
-        kv_cache = KVCache(layout, num_blocks, poison=True)
+        region = SharedRegion(num_blocks * layout.bytes_per_block) if shared else None
+        kv_cache = KVCache(layout, num_blocks, poison=not shared, region=region)
         backend = TorchCpuBackend(kv_cache)
         return RaggedModelRunner(
             StockForward(model, backend), block_size=layout.block_size

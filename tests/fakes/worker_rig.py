@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -204,19 +205,16 @@ class Rig:
         self.config = config
         self.clock = FakeClock()
         self.transport = transport
+        self._model = model
+        self._starts: Counter[str] = Counter()
         self.generation_shift = 0
         """Added to what the senders see: a pool that lost count."""
-        self.prefill_sides = [
-            self._side(
-                f"prefill-{i}", model, config.prefill_blocks or config.num_blocks, watch=None
-            )
-            for i in range(config.num_prefill)
-        ]
+        self.prefill_sides = [self._prefill_side(i) for i in range(config.num_prefill)]
         self.prefill_workers = [self._prefill_worker(side) for side in self.prefill_sides]
         self.prefill = PrefillPoolFake(self.prefill_workers)
         self.decode_ends = [
             # One pool's blocks are not another's: each is watched by itself.
-            self._decode_end(f"decode-{i}", model, WatchedTransport(another()) if i else transport)
+            self._decode_end(i, WatchedTransport(another()) if i else transport)
             for i in range(config.num_decode)
         ]
         first = self.decode_ends[0]
@@ -247,6 +245,22 @@ class Rig:
             await end.worker.stop()
         for worker in self.prefill_workers:
             await worker.stop()
+
+    async def restart_prefill(self, number: int) -> None:
+        """Stop a prefill worker and start it as a new process would: empty, another incarnation."""
+        await self.prefill_workers[number].stop()
+        side = self._prefill_side(number)
+        worker = self._prefill_worker(side)
+        await worker.start()
+        self.prefill_sides[number], self.prefill_workers[number] = side, worker
+
+    async def restart_decode(self, number: int) -> None:
+        """The same for a decode worker; what it was answering has failed when this returns."""
+        old = self.decode_ends[number]
+        await old.worker.stop()
+        end = self._decode_end(number, old.transport)
+        await end.worker.start()
+        self.decode_ends[number] = end
 
     async def settled(self) -> None:
         """Return once nobody holds anything; then check what must hold."""
@@ -293,10 +307,8 @@ class Rig:
         """Have the decode engine plan again: any call does, even for an unknown sequence."""
         self.side.engine.cancel(SequenceId(-1))
 
-    def _decode_end(
-        self, worker_id: str, model: ModelFactory, transport: WatchedTransport
-    ) -> DecodeEnd:
-        side = self._side(worker_id, model, self.config.num_blocks, watch=transport)
+    def _decode_end(self, number: int, transport: WatchedTransport) -> DecodeEnd:
+        side = self._side(f"decode-{number}", self.config.num_blocks, watch=transport)
         receiver = KVReceiver(
             memory=side.memory,
             me=side.info,
@@ -319,16 +331,16 @@ class Rig:
             clock=self.clock,
         )
 
-    def _side(
-        self,
-        worker_id: str,
-        model: ModelFactory,
-        num_blocks: int,
-        *,
-        watch: WatchedTransport | None,
-    ) -> Side:
+    def _prefill_side(self, number: int) -> Side:
         config = self.config
-        runner, memory = model(num_blocks)
+        return self._side(
+            f"prefill-{number}", config.prefill_blocks or config.num_blocks, watch=None
+        )
+
+    def _side(self, worker_id: str, num_blocks: int, *, watch: WatchedTransport | None) -> Side:
+        config = self.config
+        self._starts[worker_id] += 1
+        runner, memory = self._model(num_blocks)
         pool = WatchedPool(
             num_blocks=num_blocks,
             block_size=config.layout.block_size,
@@ -358,7 +370,7 @@ class Rig:
             engine=Engine(scheduler, runner, self.clock),
             info=PeerInfo(
                 worker_id=worker_id,
-                incarnation=f"{worker_id}-1",
+                incarnation=f"{worker_id}-{self._starts[worker_id]}",
                 fingerprint=config.layout.fingerprint,
                 bytes_per_block=config.layout.bytes_per_block,
                 block_size=config.layout.block_size,
