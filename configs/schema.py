@@ -23,6 +23,7 @@ __all__ = [
     "PrefillSettings",
     "RouterSettings",
     "Settings",
+    "TlsSettings",
     "TransferSettings",
 ]
 
@@ -157,6 +158,17 @@ class PrefillSettings(_Group):
     engine: EngineSettings = EngineSettings()
 
 
+class TlsSettings(_Group):
+    """Certificates of the workers for KV over TCP: PEM files, on each host at the same path."""
+
+    certificate: Name
+    """This worker's certificate, the chain to `ca` behind it if there is one."""
+    key: Name
+    """Its private key."""
+    ca: Name
+    """The authority that has signed every worker's certificate, and nothing beyond them."""
+
+
 class TransferSettings(_Group):
     """How KV moves from prefill to decode."""
 
@@ -164,10 +176,21 @@ class TransferSettings(_Group):
     """auto is shm (shared memory) between workers of one host, where it allows that, else tcp."""
     host: Name = "127.0.0.1"
     """Address that prefill workers listen on for decode workers."""
+    tls: TlsSettings | None = None
+    """Encrypts what moves over tcp; null is plain, where whoever is on the wire can read KV."""
     lease_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0
     """How long prefill keeps blocks for a decode worker that it hears nothing of."""
     deadline_s: Seconds = 300.0
     """How long one transfer may take in all, the prompt's computation included."""
+
+    @model_validator(mode="after")
+    def _check_tls_has_a_use(self) -> Self:
+        if self.tls is not None and self.transport not in ("auto", "tcp"):
+            raise ValueError(
+                f"tls encrypts what moves over tcp, but transport is {self.transport}: leave one "
+                "of the two out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_lease_is_shorter(self) -> Self:

@@ -48,6 +48,7 @@ class Decode:
             settings,
             worker_id=f"decode-{context.rank.rank}",
             environ=os.environ,
+            secret=secret,
             prefill=PrefillPool(prefill) if prefill is not None else None,
         )
         self._channel = ChannelServer(

@@ -156,6 +156,10 @@ _WORKERS = (
     _gauge("baton_leases_active", "Leases that hold blocks now."),
     _counter("baton_leases_opened_total", "Leases given."),
     _counter("baton_leases_refused_total", "Leases and connections not accepted."),
+    _counter(
+        "baton_strangers_total",
+        "Connections for KV that ended before they had proved to know the deployment's secret.",
+    ),
     _counter("baton_leases_ended_total", "Leases ended, by reason; `expired` is one.", "reason"),
     _counter("baton_lease_renewals_total", "Renewals of leases."),
 )

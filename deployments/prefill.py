@@ -11,6 +11,7 @@ from ray import serve
 from configs.schema import Settings
 from deployments.metrics import WorkerSnapshot, loop_sample
 from deployments.process import at_own_address, prepare_engine_process
+from deployments.secret import read_secret
 from deployments.worker_metrics import prefill_samples
 from workers.messages import PrefillEvent, PrefillRequest
 
@@ -29,6 +30,7 @@ class Prefill:
             at_own_address(settings, os.environ),
             worker_id=worker_id,
             environ=os.environ,
+            secret=read_secret(os.environ),
         )
         await self._worker.start()
 

@@ -74,6 +74,7 @@ def _sender(stats: SenderStats) -> Iterator[Sample]:
     yield sample("baton_leases_active", stats.active_leases)
     yield sample("baton_leases_opened_total", stats.opened)
     yield sample("baton_leases_refused_total", stats.refused)
+    yield sample("baton_strangers_total", stats.strangers)
     yield sample("baton_lease_renewals_total", stats.renewals)
     for reason, count in stats.ended.items():
         yield sample("baton_leases_ended_total", count, reason=reason.value)

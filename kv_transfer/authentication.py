@@ -17,6 +17,8 @@ anything, and no message holds the secret.
 
 What it does not do: it says who is at the other end of the connection when it begins. Somebody who
 sits on the wire may pass it on untouched and then change what follows; against that only TLS helps.
+There `channel` is what both ends see of it (the server's certificate, as `tls-server-end-point` in
+RFC 5929), and the proofs cover it: who sits between two TLS connections cannot pass them on either.
 
 Values and functions without I/O. Over any stream, the responder's side is
 
@@ -140,12 +142,19 @@ class _Run:
     responder_name: bytes
     initiator_nonce: bytes
     initiator_name: bytes
+    channel: bytes
 
     def proof(self, secret: Secret, purpose: Purpose, role: _Role) -> bytes:
         """That a process in this role knows the secret, and took part in this run."""
-        said = (
-            self.responder_nonce + self.responder_name + self.initiator_nonce + self.initiator_name
-        )  # each of a fixed size, so that no other four make the same bytes
+        said = b"".join(  # each of a fixed size, so that no others make the same bytes
+            (
+                self.responder_nonce,
+                self.responder_name,
+                self.initiator_nonce,
+                self.initiator_name,
+                hashlib.sha256(self.channel).digest(),
+            )
+        )
         return hmac.digest(secret.key(purpose.value, role.value), said, "sha256")
 
 
@@ -157,6 +166,8 @@ class Responder:
     purpose: Purpose
     me: str
     """What this process is called, e.g. its incarnation: the initiator must be looking for it."""
+    channel: bytes = b""
+    """What carries the connection, where both ends can name it; empty where it is plain."""
     random_bytes: RandomBytes = field(default=secrets.token_bytes, repr=False)
     challenge: bytes = field(init=False)
     """CHALLENGE_BYTES that go out first."""
@@ -177,6 +188,7 @@ class Responder:
             responder_name=responder_name,
             initiator_nonce=initiator_nonce,
             initiator_name=initiator_name,
+            channel=self.channel,
         )
         if not hmac.compare_digest(mac, run.proof(self.secret, self.purpose, _Role.INITIATOR)):
             raise NotAuthenticatedError("who connected does not know the deployment's secret")
@@ -209,6 +221,8 @@ class Initiator:
     """What this process is called."""
     peer: str
     """What the process is called that it wants to reach."""
+    channel: bytes = b""
+    """As for the responder."""
     random_bytes: RandomBytes = field(default=secrets.token_bytes, repr=False)
 
     def answer(self, challenge: bytes) -> Answer:
@@ -225,6 +239,7 @@ class Initiator:
             responder_name=responder_name,
             initiator_nonce=self.random_bytes(_NONCE_BYTES),
             initiator_name=_digest(self.me),
+            channel=self.channel,
         )
         mac = run.proof(self.secret, self.purpose, _Role.INITIATOR)
         return Answer(

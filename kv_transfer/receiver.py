@@ -32,6 +32,7 @@ from kv_transfer.transport import (
     Landed,
     LeaseLostError,
     LinkRefusedError,
+    NotAuthenticatedError,
     PeerLostError,
     TransferDeadlineError,
     Transport,
@@ -47,6 +48,7 @@ RENEWALS_PER_LEASE = 5
 OUTCOMES: Mapping[type[BaseException], str] = MappingProxyType(
     {
         LinkRefusedError: "link_refused",
+        NotAuthenticatedError: "not_authenticated",
         PeerLostError: "peer_lost",
         TransferDeadlineError: "deadline",
         LeaseLostError: "lease_lost",

@@ -45,6 +45,8 @@ class SenderStats:
     opened: int
     refused: int
     """Opens and connections that were not accepted."""
+    strangers: int
+    """Connections that ended before they had proved to belong to this deployment."""
     renewals: int
     ended: Mapping[ReleaseReason, int]
     confirms: Mapping[Verdict, int]
@@ -179,6 +181,7 @@ class _Authority:
         self._confirms: Counter[Verdict] = Counter()
         self._opened = 0
         self._refused = 0
+        self._strangers = 0
         self._renewals = 0
         self._blocks_confirmed: Counter[str] = Counter()  # by transport
         self.worker_loop: asyncio.AbstractEventLoop | None = None
@@ -230,6 +233,7 @@ class _Authority:
                 active_leases=self._table.num_live,
                 opened=self._opened,
                 refused=self._refused,
+                strangers=self._strangers,
                 renewals=self._renewals,
                 ended=dict(self._ended),
                 confirms=dict(self._confirms),
@@ -286,6 +290,10 @@ class _Authority:
         with self._lock:
             self._table.release(key, reason, self._clock())
         self._announce()
+
+    def note_stranger(self) -> None:
+        with self._lock:
+            self._strangers += 1
 
     def sweep(self) -> None:
         with self._lock:

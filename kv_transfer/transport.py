@@ -65,6 +65,13 @@ class InvalidTransferError(TransferError):
     """The owner says that the blocks changed while they were read."""
 
 
+DataPath = Literal["host", "authenticated", "encrypted", "open"]
+"""Who can get at a transport's blocks on their way: `host` is processes of the same user that were
+let in; `authenticated`, on a network that can be read, who proved to know the secret when it
+connected; `encrypted` the same, and nobody can read or change them; `open` whoever reaches the
+sockets of a library that asks for no proof."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What a transport can and cannot do; decides how the layers above use it."""
@@ -75,6 +82,7 @@ class Capabilities:
     """What must have happened before destination blocks of a failed transfer are safe to reuse."""
     memory_kinds: frozenset[Literal["host", "cuda"]]
     cross_host: bool
+    data_path: DataPath
 
 
 class BlockMemory(Protocol):
@@ -123,6 +131,9 @@ class GrantAuthority(Protocol):
 
     def release(self, key: TransferKey, reason: ReleaseReason) -> None:
         """The receiver needs the blocks no more; safe to repeat."""
+
+    def note_stranger(self) -> None:
+        """A connection ended before it had proved that it belongs to this deployment."""
 
 
 class BlockServer(Protocol):

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema import Settings, TransferSettings
+from kv_transfer.authentication import Secret
 from kv_transfer.geometry import KVLayout
 from kv_transfer.handoff import PeerInfo
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.shared_memory import SharedRegion, can_share_memory, sharing_domain
 from kv_transfer.transport import Transport
+from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.tcp import TcpTransport
+from kv_transfer.transports.tls import TlsContexts
 from workers import planning
 from workers.decode import DecodeWorker
 from workers.decode_config import DecodeConfig
@@ -72,12 +75,17 @@ def survey(settings: Settings, environ: Mapping[str, str]) -> Site:
 
 
 def build_prefill_worker(
-    settings: Settings, *, worker_id: str, environ: Mapping[str, str]
+    settings: Settings, *, worker_id: str, environ: Mapping[str, str], secret: Secret | None
 ) -> PrefillWorker:
-    """A prefill worker, loaded and not yet started; blocks for the seconds that loading takes."""
+    """A prefill worker, loaded and not yet started; blocks for the seconds that loading takes.
+
+    Raises what `survey` raises, and `WorkerError` without the deployment's secret: decode workers
+    could not tell it from a stranger, nor it them.
+    """
     site = survey(settings, environ)
     if site.plan.prefill is None:
         raise ValueError("these settings have no prefill pool")
+    security = _link_security(settings.transfer, worker_id, secret)
     region = _shared_region(settings.transfer.transport, site.plan.prefill.pool_bytes)
     engine, memory = _build_engine(site, site.plan.prefill, settings, region)
     me = _peer_info(site.plan, site.plan.prefill, worker_id)
@@ -86,7 +94,7 @@ def build_prefill_worker(
         memory=memory,
         me=me,
         generation_of=engine.generation_of,
-        transports=_transports(settings.transfer, has_region=region is not None),
+        transports=_transports(settings.transfer, security, has_region=region is not None),
         lease_s=settings.transfer.lease_s,
         on_end=lambda key, reason: worker.on_transfer_end(key, reason),
     )
@@ -100,17 +108,24 @@ def build_decode_worker(
     worker_id: str,
     environ: Mapping[str, str],
     prefill: PrefillService | None,
+    secret: Secret | None,
 ) -> DecodeWorker:
-    """A decode worker, loaded and not yet started; without `prefill` it is colocated."""
+    """A decode worker, loaded and not yet started; without `prefill` it is colocated.
+
+    Raises as `build_prefill_worker`; a colocated worker has no link and needs no secret.
+    """
     site = survey(settings, environ)
+    security = None
+    if prefill is not None:
+        security = _link_security(settings.transfer, worker_id, secret)
     engine, memory = _build_engine(site, site.plan.decode, settings, region=None)
     me = _peer_info(site.plan, site.plan.decode, worker_id)
     receiver = None
-    if prefill is not None:
+    if security is not None:
         receiver = KVReceiver(
             memory=memory,
             me=me,
-            transports=_transports(settings.transfer, has_region=True),
+            transports=_transports(settings.transfer, security, has_region=True),
             lease_s=settings.transfer.lease_s,
         )
     return DecodeWorker(
@@ -192,11 +207,37 @@ def _shared_region(transport: str, size_bytes: int) -> SharedRegion | None:
         return None
 
 
-def _transports(settings: TransferSettings, *, has_region: bool) -> list[Transport]:
+def _link_security(
+    settings: TransferSettings, worker_id: str, secret: Secret | None
+) -> LinkSecurity:
+    """What the worker proves itself by, and its certificates where it has some."""
+    if secret is None:
+        raise WorkerError(
+            f"{worker_id} hands KV over but has no deployment secret: set BATON_SECRET or "
+            "BATON_SECRET_FILE, to the same for all workers (`openssl rand -hex 32` makes one)"
+        )
+    tls = settings.tls
+    if tls is None:
+        return LinkSecurity(secret=secret)
+    try:
+        contexts = TlsContexts.load(
+            certificate=Path(tls.certificate), key=Path(tls.key), ca=Path(tls.ca)
+        )
+    except (OSError, ValueError) as error:
+        raise WorkerError(
+            f"transfer.tls: certificate {tls.certificate}, key {tls.key} and ca {tls.ca} cannot "
+            f"be used: {error}"
+        ) from error
+    return LinkSecurity(secret=secret, tls=contexts)
+
+
+def _transports(
+    settings: TransferSettings, security: LinkSecurity, *, has_region: bool
+) -> list[Transport]:
     """The transports of a worker, best first; a server needs a region to serve shm from."""
-    transports: dict[str, Transport] = {"tcp": TcpTransport(host=settings.host)}
+    transports: dict[str, Transport] = {"tcp": TcpTransport(security=security, host=settings.host)}
     if has_region:
-        transports = {"shm": ShmTransport(), **transports}
+        transports = {"shm": ShmTransport(secret=security.secret), **transports}
     if settings.transport == "auto":
         return list(transports.values())
     return [transports[settings.transport]]

@@ -42,6 +42,13 @@ class FrameSocket:
         self.bytes_received = 0
         """Total; a watchdog sees by it that the peer is alive, even inside one long frame."""
 
+    async def handshake(self) -> bytes:
+        """Do what must precede the first byte; what both ends can name the connection by.
+
+        Raises `NotAuthenticatedError` or `PeerLostError`. A plain socket has neither.
+        """
+        return b""
+
     async def receive_into(self, view: memoryview) -> None:
         """Fill the view; `PeerLostError` if the connection ends first."""
         position, size = 0, view.nbytes

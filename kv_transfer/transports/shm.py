@@ -2,8 +2,9 @@
 
 For workers of one host. Control goes in the same frames as with tcp, over a Unix socket in the
 abstract namespace (no file, so nothing to guard or to leave behind; both ends ask the kernel that
-the other is the same user). The owner's arena is a sealed memory file, whose read-only descriptor
-comes with the welcome; the receiver maps it and can by no means write to it.
+the other is the same user, and prove to each other that they know the deployment's secret). The
+owner's arena is a sealed memory file, whose read-only descriptor comes with the welcome; the
+receiver maps it and can by no means write to it.
 
 What tcp has, this has too. The owner authorises each block against the live lease and the pool's
 generations when it is asked for, and answers with a digest made at that moment, keyed by transfer
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kv_transfer.authentication import Secret
 from kv_transfer.geometry import BlockId
 from kv_transfer.handoff import GrantedBlock, PeerInfo, TransferKey
 from kv_transfer.shared_memory import SharedMapping
@@ -44,6 +46,7 @@ from kv_transfer.transport import (
 )
 from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket, peer_credentials
+from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.stream_server import StreamBlockServer, StreamTimings
 from kv_transfer.transports.stream_session import StreamSession, connect_frames
 from kv_transfer.transports.wire import FrameType, Identity
@@ -64,24 +67,32 @@ class ShmTransport:
         fence="on_close",
         memory_kinds=frozenset({"host"}),
         cross_host=False,
+        data_path="host",
     )
 
-    def __init__(self, *, timings: StreamTimings | None = None) -> None:
+    def __init__(self, *, secret: Secret, timings: StreamTimings | None = None) -> None:
         """Neither end needs an address: a server makes one up."""
+        self._security = LinkSecurity(secret=secret)
         self._timings = timings or StreamTimings()
         self._arenas = _Arenas()
 
     def server(self, memory: BlockMemory, authority: GrantAuthority, me: PeerInfo) -> BlockServer:
         """A server for the blocks of a prefill worker; ValueError if they are not in a region."""
         return StreamBlockServer(
-            outlet=_RegionOutlet(memory), authority=authority, me=me, timings=self._timings
+            outlet=_RegionOutlet(memory),
+            authority=authority,
+            me=me,
+            security=self._security,
+            timings=self._timings,
         )
 
     async def connect(
         self, memory: BlockMemory, peer: PeerInfo, key: TransferKey, me: PeerInfo
     ) -> FetchSession:
         """Connect, greet, and map the peer's arena unless it is mapped already."""
-        frames = await connect_frames(_dial, self.name, peer, key, me, self._timings)
+        frames = await connect_frames(
+            _dial, self.name, peer, key, me, self._security, self._timings
+        )
         try:
             source = _ArenaSource(self._arenas, self._arenas.enter(peer, frames), memory)
         except BaseException:

@@ -1,9 +1,10 @@
 """The prefill worker's end of every transport that talks in frames over a stream socket.
 
-One connection per transfer; what a block looks like on it is its `BlockOutlet`'s business. Whatever
-a peer sends, the worst that happens is the end of its own connection, and with it of its own
-transfer: no frame is read before its length is bounded, no block is sent that the authority does
-not allow at that moment, and no slow reader delays another one.
+One connection per transfer; what a block looks like on it is its `BlockOutlet`'s business. Nothing
+is parsed of a peer that has not proved to know the deployment's secret. Whatever a peer sends, the
+worst that happens is the end of its own connection, and with it of its own transfer: no frame is
+read before its length is bounded, no block is sent that the authority does not allow at that
+moment, and no slow reader delays another one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kv_transfer.authentication import Admitted
 from kv_transfer.handoff import GrantedBlock, PeerInfo, ReleaseReason, TransferKey
 from kv_transfer.transfer_thread import run_beside
 from kv_transfer.transport import (
@@ -26,6 +28,7 @@ from kv_transfer.transport import (
 )
 from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket, accept
+from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.wire import FrameType, Header, Identity
 
 logger = logging.getLogger(__name__)
@@ -41,7 +44,7 @@ class StreamTimings:
     """Deadlines of a connection, in seconds."""
 
     connect_s: float = 2.0
-    """For a connection and its greeting."""
+    """For a connection, both proofs and the greeting."""
     silence_s: float = 2.0
     """Without a byte from the peer it counts as lost."""
     keep_alive_s: float = 0.5
@@ -82,16 +85,18 @@ class StreamBlockServer:
         outlet: BlockOutlet,
         authority: GrantAuthority,
         me: PeerInfo,
+        security: LinkSecurity,
         timings: StreamTimings,
     ) -> None:
-        """Serve the blocks of `outlet` as `authority` allows."""
+        """Serve the blocks of `outlet` as `authority` allows, to whom `security` lets in."""
         self._outlet = outlet
         self._authority = authority
         self._me = me
+        self._security = security
         self._timings = timings
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], _Connection] = {}  # the oldest first
 
     async def start(self) -> str:
         """Listen; returns the address."""
@@ -119,7 +124,7 @@ class StreamBlockServer:
                 logger.warning("accept failed error=%s", error)
                 await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
-            if len(self._connections) >= MAX_CONNECTIONS:
+            if len(self._connections) >= MAX_CONNECTIONS and not self._drop_a_stranger():
                 logger.warning("connection refused connections=%d", len(self._connections))
                 accepted.close()
                 continue
@@ -127,17 +132,37 @@ class StreamBlockServer:
                 logger.warning("connection refused reason=%s", refusal)
                 accepted.close()
                 continue
-            self._serve(FrameSocket(accepted))
+            try:
+                frames = self._security.accepted(accepted)
+            except OSError as error:  # the peer is gone already
+                logger.info("connection lost error=%s", error)
+                continue
+            self._serve(frames)
 
     def _serve(self, frames: FrameSocket) -> None:
-        connection = _Connection(frames, self._outlet, self._authority, self._me, self._timings)
+        connection = _Connection(
+            frames, self._outlet, self._authority, self._me, self._security, self._timings
+        )
         task = asyncio.create_task(connection.run())
-        self._connections.add(task)
+        self._connections[task] = connection
         task.add_done_callback(lambda task: self._connection_ended(task, frames))
+
+    def _drop_a_stranger(self) -> bool:
+        """Make room: who says nothing must not keep those out who have something to say.
+
+        Proofs take milliseconds, so it is the oldest that goes. False if all are admitted.
+        """
+        for task, connection in self._connections.items():
+            if not connection.is_admitted:
+                del self._connections[task]
+                task.cancel()
+                self._authority.note_stranger()
+                return True
+        return False
 
     def _connection_ended(self, task: asyncio.Task[None], frames: FrameSocket) -> None:
         frames.close()  # here, since a task that is cancelled before its first step runs nothing
-        self._connections.discard(task)
+        self._connections.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("connection failed", exc_info=error)
 
@@ -151,12 +176,16 @@ class _Connection:
         outlet: BlockOutlet,
         authority: GrantAuthority,
         me: PeerInfo,
+        security: LinkSecurity,
         timings: StreamTimings,
     ) -> None:
+        self.is_admitted = False
+        """Whether the peer has proved itself."""
         self._frames = frames
         self._outlet = outlet
         self._authority = authority
         self._me = me
+        self._security = security
         self._timings = timings
         self._control: deque[bytes] = deque()
         self._requested: deque[GrantedBlock] = deque()
@@ -168,9 +197,13 @@ class _Connection:
         """Serve the connection; whatever it ends by, the transfer has ended with it."""
         try:
             async with asyncio.timeout(self._timings.connect_s):
-                key, identity = await self._greet()
+                admitted = await self._security.admit(self._frames, self._me)
+                self.is_admitted = True
+                key, identity = await self._greet(admitted)
         except (TransferError, TimeoutError) as error:
-            logger.info("greeting failed error=%s", error)
+            if not self.is_admitted:
+                self._authority.note_stranger()
+            logger.info("greeting failed admitted=%s error=%s", self.is_admitted, error)
             return
         try:
             await run_beside(
@@ -186,12 +219,13 @@ class _Connection:
         finally:
             self._authority.release(key, ReleaseReason.PEER_LOST)  # unless it ended otherwise
 
-    async def _greet(self) -> tuple[TransferKey, Identity]:
+    async def _greet(self, admitted: Admitted) -> tuple[TransferKey, Identity]:
         header = await self._next_header()
         if header.kind is not FrameType.HELLO or header.length > wire.MAX_HELLO_BYTES:
             raise CorruptTransferError(f"{header.kind.name} of {header.length} bytes as greeting")
         payload = await self._payload(header)
         key, peer = wire.unpack_hello(payload)
+        admitted.check_name(peer.incarnation)
         identity = Identity.of(key)
         wire.check_identity(header, identity)
         wire.check_payload(header, identity, payload)

@@ -25,6 +25,7 @@ from kv_transfer.transport import (
 )
 from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket
+from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.stream_server import StreamTimings
 from kv_transfer.transports.wire import FrameType, Header, Identity
 
@@ -58,9 +59,10 @@ async def connect_frames(
     peer: PeerInfo,
     key: TransferKey,
     me: PeerInfo,
+    security: LinkSecurity,
     timings: StreamTimings,
 ) -> FrameSocket:
-    """Connect and greet; the answer must come from the incarnation that was asked for.
+    """Connect, prove, and greet; the answer must come from the incarnation that was asked for.
 
     `dial` connects a socket to the address that the peer offers for the transport; a descriptor
     that came with the welcome is kept by the frames. Raises `LinkRefusedError`, `PeerLostError` or
@@ -71,8 +73,9 @@ async def connect_frames(
         raise LinkRefusedError(f"{peer.worker_id} offers no {transport} endpoint")
     try:
         async with asyncio.timeout(timings.connect_s):
-            frames = FrameSocket(await dial(address))
+            frames = security.connected(await dial(address))
             try:
+                await security.introduce(frames, me, peer)
                 await _greet(frames, peer, key, me)
             except BaseException:
                 frames.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kv_transfer.handoff import GrantedBlock, PeerInfo, TransferKey
 from kv_transfer.transport import (
@@ -21,6 +22,7 @@ from kv_transfer.transport import (
 )
 from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import SOCKET_BUFFER_BYTES, FrameSocket
+from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.stream_server import StreamBlockServer, StreamTimings
 from kv_transfer.transports.stream_session import StreamSession, connect_frames
 from kv_transfer.transports.wire import FrameType, Identity
@@ -36,12 +38,21 @@ class TcpTransport:
         fence="on_close",
         memory_kinds=frozenset({"host"}),
         cross_host=True,
+        data_path="authenticated",
     )
 
     def __init__(
-        self, *, host: str = "127.0.0.1", port: int = 0, timings: StreamTimings | None = None
+        self,
+        *,
+        security: LinkSecurity,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        timings: StreamTimings | None = None,
     ) -> None:
         """Servers listen on `host` and `port` (0: any free one); receivers only connect."""
+        if security.tls is not None:
+            self.capabilities = replace(self.capabilities, data_path="encrypted")
+        self._security = security
         self._host = host
         self._port = port
         self._timings = timings or StreamTimings()
@@ -52,6 +63,7 @@ class TcpTransport:
             outlet=_SocketOutlet(memory, self._host, self._port),
             authority=authority,
             me=me,
+            security=self._security,
             timings=self._timings,
         )
 
@@ -59,7 +71,9 @@ class TcpTransport:
         self, memory: BlockMemory, peer: PeerInfo, key: TransferKey, me: PeerInfo
     ) -> FetchSession:
         """Connect and greet; the answer must come from the incarnation that was asked for."""
-        frames = await connect_frames(_dial, self.name, peer, key, me, self._timings)
+        frames = await connect_frames(
+            _dial, self.name, peer, key, me, self._security, self._timings
+        )
         return StreamSession(frames, Identity.of(key), _SocketSource(), memory, self._timings)
 
     async def close(self) -> None:

@@ -244,7 +244,9 @@ async def measure_added(model: str, rounds: int, prompt_tokens: int, output_toke
     prepare_engine_process()
     overrides = (*OVERRIDES, f"model.source={model}", "model.name=smollm2-135m")
     settings = load("colocated", environ=os.environ, overrides=overrides)
-    worker = build_decode_worker(settings, worker_id="bench", environ=os.environ, prefill=None)
+    worker = build_decode_worker(
+        settings, worker_id="bench", environ=os.environ, prefill=None, secret=None
+    )
     await worker.start()
     rng = random.Random(0)
     engine: list[Timing] = []

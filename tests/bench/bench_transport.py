@@ -29,9 +29,8 @@ from kv_transfer.handoff import FirstToken, GrantedBlock, PeerInfo, TransferKey
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.transport import Transport
-from kv_transfer.transports.shm import ShmTransport
-from kv_transfer.transports.tcp import TcpTransport
 from tests.fakes.block_memory import ByteMemory, peer_info, transfer_key
+from tests.fakes.stream_kinds import shm_transport, tcp_transport
 
 POOL_BYTES = 96 * 1024 * 1024
 SIZES_KIB = (16, 64, 360, 720)
@@ -74,7 +73,7 @@ async def serve(size_kib: int) -> None:
         memory=memory,
         me=info("p", size_kib),
         generation_of=memory.generation_of,
-        transports=[TcpTransport(), ShmTransport()],
+        transports=[tcp_transport(), shm_transport()],
         on_end=lambda _key, _reason: None,
     )
     listener = socket.create_server(("127.0.0.1", 0))
@@ -203,7 +202,7 @@ async def measure(size_kib: int, rounds: int) -> None:
     memory, source = (ByteMemory(count, size, shared=True) for _ in range(2))
     source.fill(2)
     peer = Peer(size_kib)
-    measured = [Measurement(make, memory, size_kib) for make in (TcpTransport, ShmTransport)]
+    measured = [Measurement(make, memory, size_kib) for make in (tcp_transport, shm_transport)]
     for measurement in measured:
         await measurement.receiver.start()
     plain, copied, one_plain = [], [], []

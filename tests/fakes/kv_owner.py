@@ -25,12 +25,11 @@ from kv_transfer.geometry import BlockId, LogicalBlock
 from kv_transfer.handoff import FirstToken, GrantedBlock, PeerInfo, TransferKey
 from kv_transfer.sender import KVSender
 from kv_transfer.transport import Transport
-from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.stream_server import StreamTimings
-from kv_transfer.transports.tcp import TcpTransport
 from tests.fakes.block_memory import ByteMemory
+from tests.fakes.stream_kinds import shm_transport, tcp_transport
 
-_TRANSPORTS: dict[str, Callable[..., Transport]] = {"tcp": TcpTransport, "shm": ShmTransport}
+_TRANSPORTS: dict[str, Callable[..., Transport]] = {"tcp": tcp_transport, "shm": shm_transport}
 
 
 def tell(**message: Any) -> None:

@@ -8,10 +8,26 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kv_transfer.authentication import Secret
+from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.stream_server import StreamTimings
 from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.wire import FrameType
+
+SECRET = Secret("the secret of the deployments that tests make")
+
+
+def tcp_transport(
+    *, host: str = "127.0.0.1", timings: StreamTimings | None = None, secret: Secret = SECRET
+) -> TcpTransport:
+    """One of a process that knows the secret of all tests, or another."""
+    return TcpTransport(security=LinkSecurity(secret=secret), host=host, timings=timings)
+
+
+def shm_transport(*, timings: StreamTimings | None = None, secret: Secret = SECRET) -> ShmTransport:
+    """The same over shared memory."""
+    return ShmTransport(secret=secret, timings=timings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +36,7 @@ class StreamKind:
 
     name: str
     transport: Callable[..., TcpTransport | ShmTransport]
-    """Takes `timings`."""
+    """Takes `timings` and `secret`."""
     block_frame: FrameType
     """What a block is announced by."""
 
@@ -50,8 +66,8 @@ class StreamKind:
         return await asyncio.open_connection(sock=self.connect(address))
 
 
-TCP = StreamKind(name="tcp", transport=TcpTransport, block_frame=FrameType.DATA)
-SHM = StreamKind(name="shm", transport=ShmTransport, block_frame=FrameType.LOCATED)
+TCP = StreamKind(name="tcp", transport=tcp_transport, block_frame=FrameType.DATA)
+SHM = StreamKind(name="shm", transport=shm_transport, block_frame=FrameType.LOCATED)
 STREAM_KINDS = (TCP, SHM)
 
 QUICK = StreamTimings(connect_s=1.0, silence_s=0.4, keep_alive_s=0.05)

@@ -72,6 +72,7 @@ class FaultyTransport:
         peer_must_poll=False,
         fence="on_close",
         memory_kinds=frozenset({"host"}),
+        data_path="host",
         cross_host=False,
     )
 

@@ -19,10 +19,10 @@ from kv_transfer.logprobs import TokenLogprobs
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.transport import BlockMemory, Transport
-from kv_transfer.transports.tcp import TcpTransport
 from tests.fakes.block_memory import ByteMemory
 from tests.fakes.clock import FakeClock
 from tests.fakes.model_runner import FakeModelRunner
+from tests.fakes.stream_kinds import tcp_transport
 from tests.fakes.transport import Fault
 from tests.fakes.until import until
 from tests.fakes.watched_transport import WatchedPool, WatchedTransport
@@ -411,7 +411,7 @@ async def worker_rig(
     `another` makes the transports of the second decode worker and those after it, where one may
     not serve several.
     """
-    base = transport or TcpTransport()
+    base = transport or tcp_transport()
     watched = WatchedTransport(base, faults_of)
     rig = Rig(config or RigConfig(), model, watched, another or (lambda: base))
     await rig.start()

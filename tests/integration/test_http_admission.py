@@ -117,4 +117,4 @@ def test_a_worker_with_a_pool_below_the_window_refuses_itself(
         }
     )
     with pytest.raises(PoolTooSmallError, match=rf"{role} pool holds {SMALL} .*{WINDOW}"):
-        build(settings, worker_id=f"{role}-0", environ=os.environ)
+        build(settings, worker_id=f"{role}-0", environ=os.environ, secret=None)

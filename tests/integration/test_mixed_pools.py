@@ -8,9 +8,8 @@ from collections import Counter
 
 import pytest
 
-from kv_transfer.transports.shm import ShmTransport
-from kv_transfer.transports.tcp import TcpTransport
 from tests.fakes.model_runner import generate
+from tests.fakes.stream_kinds import STREAM_KINDS
 from tests.fakes.until import until
 from tests.fakes.worker_rig import Client, RigConfig, generate_request, worker_rig
 from workers.engine.sampling_params import SamplingParams
@@ -19,9 +18,9 @@ NUM_REQUESTS = 32
 POOLS = [(2, 2), (2, 1), (1, 2), (3, 2)]
 
 
-@pytest.fixture(params=[ShmTransport, TcpTransport], ids=lambda transport: transport.name)
+@pytest.fixture(params=STREAM_KINDS, ids=lambda kind: kind.name)
 def transport(request):
-    return request.param
+    return request.param.transport
 
 
 def uneven(num_prefill: int, num_decode: int) -> RigConfig:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deployments.worker_metrics import decode_samples, prefill_samples
-from kv_transfer.transports.shm import ShmTransport
-from kv_transfer.transports.tcp import TcpTransport
+from tests.fakes.stream_kinds import STREAM_KINDS
 from tests.fakes.worker_rig import FAKE_LAYOUT, Client, generate_request, worker_rig
 from workers.engine.sampling_params import SamplingParams
 
@@ -21,16 +20,16 @@ def values(samples, name):
     }
 
 
-@pytest.mark.parametrize("transport", [TcpTransport, ShmTransport])
-async def test_each_link_shows_its_transport_and_why(transport):
-    async with worker_rig(transport=transport()) as rig:
+@pytest.mark.parametrize("kind", STREAM_KINDS, ids=lambda kind: kind.name)
+async def test_each_link_shows_its_transport_and_why(kind):
+    async with worker_rig(transport=kind.transport()) as rig:
         before = decode_samples(rig.decode)
         request = generate_request(PROMPT, SamplingParams(max_tokens=2))
         await Client(rig, request).finished()
         await rig.settled()
         decode, prefill = decode_samples(rig.decode), prefill_samples(rig.prefill_workers[0])
 
-    name = transport.name
+    name = kind.name
     link = (("peer", "prefill-0"), ("reason", "only_one"), ("transport", name))
     assert values(before, "baton_link_info") == {}
     assert values(decode, "baton_link_info") == {link: 1}

@@ -123,6 +123,16 @@ def test_a_response_meant_for_another_responder_is_refused():
         initiator(peer="near").answer(relayed)
 
 
+def test_what_carries_the_connection_is_part_of_the_proofs():
+    """Who sits between two TLS connections shows the two ends different certificates."""
+    server = Responder(secret=SECRET, purpose=Purpose.KV_LINK, me="prefill", channel=b"ours")
+    client = Initiator(
+        secret=SECRET, purpose=Purpose.KV_LINK, me="decode", peer="prefill", channel=b"its own"
+    )
+    with pytest.raises(NotAuthenticatedError):
+        server.admit(client.answer(server.challenge).response)
+
+
 def test_another_name_than_the_proved_one_is_refused():
     server = responder()
     admitted = server.admit(initiator(me="decode").answer(server.challenge).response)

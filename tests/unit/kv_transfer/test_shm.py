@@ -11,12 +11,12 @@ import pytest
 from kv_transfer.transport import CorruptTransferError, LinkRefusedError, PeerLostError
 from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket
-from kv_transfer.transports.shm import ShmTransport
+from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.wire import HEADER_BYTES, FrameType, Identity
 from tests.fakes.block_memory import ByteMemory, peer_info
 from tests.fakes.kv_link import kv_link
 from tests.fakes.raw_peer import RawPeer
-from tests.fakes.stream_kinds import QUICK, SHM
+from tests.fakes.stream_kinds import QUICK, SECRET, SHM, shm_transport
 from tests.fakes.until import until
 
 
@@ -32,14 +32,14 @@ async def hand_over(link, name="t"):
 
 
 async def test_nothing_listens_on_a_network():
-    async with kv_link(ShmTransport()) as link:
+    async with kv_link(shm_transport()) as link:
         assert link.address.startswith("@")
         await hand_over(link)
 
 
 async def test_an_arena_is_mapped_once_and_until_the_receiver_closes():
     assert arenas_mapped() == 0
-    async with kv_link(ShmTransport()) as link:
+    async with kv_link(shm_transport()) as link:
         for number in range(3):
             await hand_over(link, f"t{number}")
         assert arenas_mapped() == 1
@@ -47,21 +47,21 @@ async def test_an_arena_is_mapped_once_and_until_the_receiver_closes():
 
 
 async def test_a_worker_that_came_back_is_read_through_a_mapping_of_its_own():
-    transport = ShmTransport()
+    transport = shm_transport()
     async with kv_link(transport) as link:
         await hand_over(link)
-        async with kv_link(ShmTransport(), receiving=transport, prefill="p-2") as restarted:
+        async with kv_link(shm_transport(), receiving=transport, prefill="p-2") as restarted:
             restarted.source.fill(seed=2)
             await hand_over(restarted)
             assert arenas_mapped() == 1
 
 
 async def test_a_mapping_in_use_outlives_the_news_that_its_worker_came_back():
-    transport = ShmTransport()
+    transport = shm_transport()
     async with kv_link(transport) as link:
         key = link.open()
         session = await transport.connect(link.destination, link.peer, key, link.me)
-        async with kv_link(ShmTransport(), receiving=transport, prefill="p-2") as restarted:
+        async with kv_link(shm_transport(), receiving=transport, prefill="p-2") as restarted:
             session_of_new = await transport.connect(
                 restarted.destination, restarted.peer, restarted.open(), restarted.me
             )
@@ -76,14 +76,14 @@ async def test_a_process_whose_end_cannot_be_seen_is_mapped_for_one_session_at_a
         raise PermissionError("seccomp")
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    async with kv_link(ShmTransport()) as link:
+    async with kv_link(shm_transport()) as link:
         await hand_over(link)
         await until(lambda: arenas_mapped() == 0)
         await hand_over(link, "u")
 
 
 async def test_another_users_receiver_is_not_served(monkeypatch):
-    async with kv_link(ShmTransport(timings=QUICK)) as link:
+    async with kv_link(shm_transport(timings=QUICK)) as link:
         me = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: me + 1)
         async with RawPeer(SHM, link.address) as stranger:
@@ -91,7 +91,7 @@ async def test_another_users_receiver_is_not_served(monkeypatch):
 
 
 async def test_another_users_server_is_not_asked(monkeypatch):
-    async with kv_link(ShmTransport(timings=QUICK)) as link:
+    async with kv_link(shm_transport(timings=QUICK)) as link:
         key, me = link.offer(), os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: me + 1)
         with pytest.raises(LinkRefusedError, match=f"is user {me}'s, not {me + 1}'s"):
@@ -100,6 +100,7 @@ async def test_another_users_server_is_not_asked(monkeypatch):
 
 async def welcome(frames, key, descriptor):
     """Answer a greeting, with a descriptor or without."""
+    await LinkSecurity(secret=SECRET).admit(frames, peer_info("p", "p-1", bytes_per_block=512))
     header = bytearray(HEADER_BYTES)
     await frames.receive_into(memoryview(header))
     await frames.receive_into(memoryview(bytearray(wire.parse_header(header).length)))
@@ -130,7 +131,7 @@ async def test_a_welcome_without_sealed_memory_is_refused(has_descriptor, error,
         finally:
             frames.close()
 
-    async with kv_link(ShmTransport(timings=QUICK)) as link:
+    async with kv_link(shm_transport(timings=QUICK)) as link:
         link.peer = dataclasses.replace(link.peer, endpoints=(("shm", address),))
         key = link.open()
         serving = asyncio.create_task(serve(key))
@@ -143,7 +144,7 @@ async def test_a_welcome_without_sealed_memory_is_refused(has_descriptor, error,
 
 
 async def test_a_block_outside_the_arena_is_corrupt():
-    transport = ShmTransport()
+    transport = shm_transport()
     async with kv_link(transport) as link:
         key = link.open()
         session = await transport.connect(link.destination, link.peer, key, link.me)
@@ -163,7 +164,7 @@ async def test_a_full_backlog_is_waited_for():
         listener.listen(0)
         address = "@baton-test-backlog-" + str(os.getpid())
         first = SHM.connect(address)  # fills the backlog
-        async with kv_link(ShmTransport(timings=QUICK)) as link:
+        async with kv_link(shm_transport(timings=QUICK)) as link:
             link.peer = dataclasses.replace(link.peer, endpoints=(("shm", address),))
             with pytest.raises(PeerLostError, match="no answer"):
                 await link.incoming(link.offer()).pull()
@@ -172,6 +173,6 @@ async def test_a_full_backlog_is_waited_for():
 
 def test_memory_that_is_not_shared_cannot_be_served():
     with pytest.raises(ValueError, match="no region"):
-        ShmTransport().server(
+        shm_transport().server(
             ByteMemory(4, 512), object(), peer_info("p", "p-1", bytes_per_block=512)
         )

@@ -20,13 +20,14 @@ from kv_transfer.transport import (
 )
 from kv_transfer.transports import stream_server, wire
 from kv_transfer.transports.frame_socket import FrameSocket
+from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.stream_server import StreamTimings
 from kv_transfer.transports.wire import HEADER_BYTES, FrameType, Identity
 from tests.fakes.block_memory import ByteMemory, peer_info, transfer_key
 from tests.fakes.clock import FakeClock
 from tests.fakes.kv_link import FIRST, PLACES, POISON, kv_link
 from tests.fakes.raw_peer import RawPeer
-from tests.fakes.stream_kinds import QUICK, SHM, STREAM_KINDS, TCP
+from tests.fakes.stream_kinds import QUICK, SECRET, SHM, STREAM_KINDS, TCP
 from tests.fakes.stream_proxy import Damage, stream_proxy
 from tests.fakes.until import until
 
@@ -143,7 +144,7 @@ async def test_a_mute_address_is_a_lost_peer(kind):
 async def test_another_process_at_the_address_is_refused(kind):
     async with kv_link(kind.transport()) as link:
         link.peer = dataclasses.replace(link.peer, incarnation="p-0")
-        with pytest.raises(LinkRefusedError, match="p-1, wanted p-0"):
+        with pytest.raises(LinkRefusedError, match="who answers is not p-0"):
             await link.incoming(link.offer()).pull()
 
 
@@ -169,22 +170,24 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
-async def test_garbage_at_the_port_costs_the_other_transfers_nothing(kind, garbage):
+async def test_garbage_behind_a_proof_costs_the_other_transfers_nothing(kind, garbage):
     async with kv_link(kind.transport(timings=QUICK)) as link:
         key = link.offer()
         async with RawPeer(kind, link.address) as stranger:
+            await stranger.prove()
             stranger.writer.write(garbage)
             assert (await link.incoming(key).pull()).num_blocks == 6
             assert await stranger.is_dropped()
 
 
-async def test_a_stranger_cannot_announce_more_than_a_greeting(kind):
+async def test_a_peer_cannot_announce_more_than_a_greeting(kind):
     patient = StreamTimings(connect_s=60.0)
     async with kv_link(kind.transport(timings=patient)) as link:
         frame = wire.control_frame(Identity.of(transfer_key()), FrameType.HELLO, bytes(1 << 20))
-        async with RawPeer(kind, link.address) as stranger:
-            stranger.writer.write(frame[:HEADER_BYTES])  # and the rest never comes
-            assert await stranger.is_dropped()
+        async with RawPeer(kind, link.address) as peer:
+            await peer.prove()
+            peer.writer.write(frame[:HEADER_BYTES])  # and the rest never comes
+            assert await peer.is_dropped()
 
 
 async def test_connections_over_the_limit_are_dropped_and_the_others_go_on(kind, monkeypatch):
@@ -205,6 +208,7 @@ async def test_an_unknown_transfer_is_told_so(kind):
     async with kv_link(kind.transport()) as link:
         key = transfer_key("unknown")
         async with RawPeer(kind, link.address, key) as stranger:
+            await stranger.prove()
             await stranger.say(FrameType.HELLO, wire.pack_hello(key, link.me))
             error = await stranger.hear_error()
             assert isinstance(error, LinkRefusedError)
@@ -216,6 +220,7 @@ async def test_a_greeting_for_one_transfer_in_frames_of_another_is_dropped(kind)
     async with kv_link(kind.transport()) as link:
         key = link.open()
         async with RawPeer(kind, link.address, transfer_key("other")) as stranger:
+            await stranger.prove()
             await stranger.say(FrameType.HELLO, wire.pack_hello(key, link.me))
             assert await stranger.is_dropped()
         assert link.ended == []
@@ -407,10 +412,11 @@ class RogueOwner:
             frames.close()
 
     async def answer(self, frames):
+        owner = peer_info("prefill-0", "p-1", bytes_per_block=512)
+        await LinkSecurity(secret=SECRET).admit(frames, owner)
         header = bytearray(HEADER_BYTES)
         await frames.receive_into(memoryview(header))
         await frames.receive_into(memoryview(bytearray(wire.parse_header(header).length)))
-        owner = peer_info("prefill-0", "p-1", bytes_per_block=512)
         welcome = wire.control_frame(self.identity, FrameType.WELCOME, wire.pack_welcome(owner))
         await frames.send([welcome], descriptor=self.descriptor)
         if self.waits_for_fetch:

@@ -9,16 +9,15 @@ import pytest
 from kv_transfer.handoff import ReleaseReason
 from kv_transfer.transports import wire
 from kv_transfer.transports.stream_server import StreamTimings
-from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.wire import HEADER_BYTES, FrameType
 from tests.fakes.clock import FakeClock
 from tests.fakes.kv_link import FIRST, kv_link
 from tests.fakes.raw_peer import RawPeer
-from tests.fakes.stream_kinds import TCP
+from tests.fakes.stream_kinds import TCP, tcp_transport
 
 
 async def test_only_the_configured_host_listens_and_a_receiver_does_not():
-    async with kv_link(TcpTransport()) as link:
+    async with kv_link(tcp_transport()) as link:
         address = link.address
         listening = {
             (c.laddr.ip, c.laddr.port)
@@ -34,7 +33,7 @@ async def test_an_ipv6_address_works():
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 loopback")
-    async with kv_link(TcpTransport(host="::1")) as link:
+    async with kv_link(tcp_transport(host="::1")) as link:
         await link.incoming(link.offer()).pull()
         assert link.has_arrived()
 
@@ -44,7 +43,7 @@ async def test_freed_blocks_never_leave_even_in_the_middle_of_a_send():
     clock = FakeClock()
     size = 16 * 1024 * 1024  # more than the socket buffers hold
     timings = StreamTimings(keep_alive_s=100.0)  # so that nothing but the send itself can notice
-    async with kv_link(TcpTransport(timings=timings), clock=clock, block_bytes=size) as link:
+    async with kv_link(tcp_transport(timings=timings), clock=clock, block_bytes=size) as link:
         key = link.open()
         block = link.blocks()[0]
         link.source.block(block.block_id)[:] = b"\x01" * size
