@@ -44,9 +44,9 @@ def serve(settings: Settings) -> None:
     `ClusterError` where Ray or a deployment does not come up.
     """
     started = time.monotonic()
+    secret = read_secret(os.environ)
     plan = plan_for_host(settings, os.environ)
     enforce(plan.checks)
-    secret = read_secret(os.environ)
     workers = " + ".join(
         f"{worker.replicas} {worker.role} ({worker.pool_tokens} tokens of KV each)"
         for worker in plan.workers

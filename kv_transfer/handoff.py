@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from kv_transfer.geometry import BlockId, LogicalBlock
+from kv_transfer.geometry import BlockId, KVLayout, LogicalBlock
 from kv_transfer.logprobs import TokenLogprobs
 
 
@@ -22,9 +22,14 @@ class PeerInfo:
     incarnation: str
     """New for every process start (uuid hex): a restart under the same address is another peer."""
     fingerprint: str
-    """`KVLayout.fingerprint` of the pool."""
-    bytes_per_block: int
+    """`KVLayout.fingerprint` of the pool: says whether two layouts are one, and not why not."""
+    model_digest: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
     block_size: int
+    bytes_per_block: int
     max_model_len: int
     """The window, in tokens."""
     pool_tokens: int
@@ -33,6 +38,33 @@ class PeerInfo:
     """Processes with the same value can share memory (`sharing_domain`); empty is not known."""
     endpoints: tuple[tuple[str, str], ...] = ()
     """(transport name, address) pairs at which blocks can be fetched; empty on a pure receiver."""
+
+    @staticmethod
+    def of(
+        layout: KVLayout,
+        *,
+        worker_id: str,
+        incarnation: str,
+        max_model_len: int,
+        pool_tokens: int,
+        host: str = "",
+    ) -> PeerInfo:
+        """A worker whose pool has this layout, before it offers anything."""
+        return PeerInfo(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            fingerprint=layout.fingerprint,
+            model_digest=layout.model_digest,
+            dtype=layout.dtype,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            block_size=layout.block_size,
+            bytes_per_block=layout.bytes_per_block,
+            max_model_len=max_model_len,
+            pool_tokens=pool_tokens,
+            host=host,
+        )
 
     def endpoint(self, transport: str) -> str | None:
         """Address for a transport, or None if the worker does not offer it."""

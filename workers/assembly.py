@@ -14,7 +14,6 @@ from pathlib import Path
 
 from configs.schema import Settings, TransferSettings
 from kv_transfer.authentication import Secret
-from kv_transfer.geometry import KVLayout
 from kv_transfer.handoff import PeerInfo
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
@@ -181,13 +180,10 @@ def _prefix_scope(site: Site, settings: Settings) -> PrefixScope | None:
 
 
 def _peer_info(plan: DeploymentPlan, worker: WorkerPlan, worker_id: str) -> PeerInfo:
-    layout: KVLayout = plan.layout
-    return PeerInfo(
+    return PeerInfo.of(
+        plan.layout,
         worker_id=worker_id,
         incarnation=uuid.uuid4().hex,
-        fingerprint=layout.fingerprint,
-        bytes_per_block=layout.bytes_per_block,
-        block_size=layout.block_size,
         max_model_len=plan.window,
         pool_tokens=worker.pool_tokens,
         host=sharing_domain(),

@@ -13,13 +13,16 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Literal
 
-from configs.schema import EngineSettings, ModelSettings, Settings
+from configs.schema import EngineSettings, ModelSettings, Settings, TransferSettings
+from kv_transfer.compatibility import check_compatible
 from kv_transfer.geometry import KVLayout
 from kv_transfer.handoff import PeerInfo
+from kv_transfer.transport import DataPath, LinkRefusedError
 from workers.errors import PoolTooSmallError, WorkerError
 from workers.runner_choice import Architecture, RunnerChoice, choose_runner
 
 __all__ = [
+    "DATA_PATHS",
     "INV_POOL_WINDOW",
     "Check",
     "DeploymentPlan",
@@ -27,6 +30,7 @@ __all__ = [
     "Outcome",
     "Role",
     "WorkerPlan",
+    "check_data_path",
     "check_link",
     "check_pool_window",
     "check_runner",
@@ -43,6 +47,11 @@ __all__ = [
 Role = Literal["decode", "prefill"]
 
 INV_POOL_WINDOW = "INV-POOL-WINDOW"
+
+DATA_PATHS: Mapping[str, DataPath] = MappingProxyType({"shm": "host", "tcp": "authenticated"})
+"""What transports declare in their `Capabilities`, here since `baton check` loads none of them."""
+
+_LOOPBACK = ("127.", "::1", "localhost")
 
 _FLOOR_TOKENS: Mapping[Role, int] = MappingProxyType({"decode": 49_152, "prefill": 0})
 """Tokens of a pool that nobody sized, where two windows are less: decode holds every running
@@ -195,7 +204,11 @@ def plan(
             for pool, worker in zip(pools, workers, strict=True)
         ),
         *(check_link(sizer.peer(workers[0]), sizer.peer(worker)) for worker in workers[1:]),
-        *(check_transport(settings.transfer.transport, shares_memory) for _ in workers[1:]),
+        *(
+            check
+            for _ in workers[1:]
+            for check in check_transfer(settings.transfer, shares_memory=shares_memory)
+        ),
         _check_memory(workers, facts.weight_bytes, available_bytes),
         _check_cores(workers, cores),
     ]
@@ -255,15 +268,53 @@ def check_pool_window(role: Role, *, pool_tokens: int, window: int) -> Check:
 
 def check_link(decode: PeerInfo, prefill: PeerInfo) -> Check:
     """INV-POOL-WINDOW: two workers may hand over only with one layout, one window, held by both."""
-    problem = _link_problem(decode, prefill)
-    if problem is None:
-        sentence = (
-            f"{decode.worker_id} ({decode.pool_tokens} tokens) and {prefill.worker_id} "
-            f"({prefill.pool_tokens}) both hold the window of {decode.max_model_len} in one layout."
-        )
-        return Check(id=INV_POOL_WINDOW, outcome=Outcome.HOLDS, sentence=sentence)
-    sentence = f"{decode.worker_id} cannot take KV from {prefill.worker_id}: {problem}."
-    return Check(id=INV_POOL_WINDOW, outcome=Outcome.FAILS, sentence=sentence)
+    try:
+        check_compatible(prefill, decode)
+    except LinkRefusedError as error:
+        sentence = f"{decode.worker_id} cannot take KV from {prefill.worker_id}: {error}."
+        return Check(id=INV_POOL_WINDOW, outcome=Outcome.FAILS, sentence=sentence)
+    sentence = (
+        f"{decode.worker_id} ({decode.pool_tokens} tokens) and {prefill.worker_id} "
+        f"({prefill.pool_tokens}) both hold the window of {decode.max_model_len} in one layout."
+    )
+    return Check(id=INV_POOL_WINDOW, outcome=Outcome.HOLDS, sentence=sentence)
+
+
+def check_transfer(settings: TransferSettings, *, shares_memory: bool) -> list[Check]:
+    """What the KV cache will move over, and who can get at it on each way that it may take."""
+    return [
+        check_transport(settings.transport, shares_memory),
+        *(
+            check_data_path(transport, settings)
+            for transport in _candidates(settings.transport, shares_memory)
+        ),
+    ]
+
+
+def check_data_path(transport: str, settings: TransferSettings) -> Check:
+    """Who can get at the blocks that a transport moves; a warning where a network can."""
+    path = DATA_PATHS[transport]
+    if path == "authenticated" and settings.tls is not None:
+        path = "encrypted"
+    outcome = Outcome.HOLDS
+    if path in ("authenticated", "open") and not settings.host.startswith(_LOOPBACK):
+        outcome = Outcome.WARNS
+    sentence = {
+        "host": "both ends know the deployment's secret; blocks never leave this host's memory.",
+        "encrypted": "both ends know the deployment's secret; blocks move inside TLS.",
+        "authenticated": "both ends know the deployment's secret; blocks move unencrypted on "
+        f"{settings.host}: transfer.tls encrypts them.",
+        "open": "its data sockets ask nobody who they are and encrypt nothing; a network policy "
+        f"has to keep strangers off {settings.host}.",
+    }[path]
+    return Check(id="DATA-PATH", outcome=outcome, sentence=f"{transport}: {sentence}")
+
+
+def _candidates(wanted: str, shares_memory: bool) -> tuple[str, ...]:
+    """The transports that links may use, best first."""
+    if wanted == "auto":
+        return ("shm", "tcp") if shares_memory else ("tcp",)
+    return (wanted,)
 
 
 def check_transport(wanted: str, shares_memory: bool) -> Check:
@@ -363,12 +414,10 @@ class _Sizer:
 
     def peer(self, worker: WorkerPlan) -> PeerInfo:
         """How a worker of the role will present itself to its peers."""
-        return PeerInfo(
+        return PeerInfo.of(
+            self.layout,
             worker_id=worker.role,
             incarnation="",  # there is no process yet
-            fingerprint=self.layout.fingerprint,
-            bytes_per_block=self.layout.bytes_per_block,
-            block_size=self.layout.block_size,
             max_model_len=self.window,
             pool_tokens=worker.pool_tokens,
         )
@@ -398,21 +447,6 @@ class _Sizer:
         if not self.layout.has_sliding_window:
             return num_blocks * self.layout.block_size
         return num_blocks * self.window // window_blocks
-
-
-def _link_problem(decode: PeerInfo, prefill: PeerInfo) -> str | None:
-    """The first thing that the two disagree on or lack, with both numbers."""
-    if decode.fingerprint != prefill.fingerprint:
-        return f"their layouts differ ({decode.fingerprint} and {prefill.fingerprint})"
-    if decode.max_model_len != prefill.max_model_len:
-        return f"their windows differ ({decode.max_model_len} and {prefill.max_model_len})"
-    for peer in (decode, prefill):
-        if peer.pool_tokens < peer.max_model_len:
-            return (
-                f"{peer.worker_id} holds {peer.pool_tokens} tokens, but the window is "
-                f"{peer.max_model_len}"
-            )
-    return None
 
 
 def _check_memory(

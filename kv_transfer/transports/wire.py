@@ -12,7 +12,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
 from types import MappingProxyType
 
@@ -40,7 +40,7 @@ from kv_transfer.transport import (
 )
 
 MAGIC = b"BtKV"
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 MAX_HELLO_BYTES = 8 * 1024
 """Bound for a peer that has not said who it is."""
 MAX_CONTROL_BYTES = 4 * 1024 * 1024
@@ -54,6 +54,7 @@ _SEED = struct.Struct("!16sQBI")
 _GRANT = struct.Struct("!I?qII?")
 _COUNT = struct.Struct("!I")
 _BLOCK = struct.Struct("!IIQI")
+_PEER_FIELDS = tuple(field.name for field in fields(PeerInfo))
 
 
 class FrameType(IntEnum):
@@ -291,8 +292,8 @@ def pack_hello(key: TransferKey, me: PeerInfo) -> bytes:
 
 def unpack_hello(payload: bytes) -> tuple[TransferKey, PeerInfo]:
     """Inverse of `pack_hello`; raises `CorruptTransferError`."""
-    fields = _object(_json(payload), ("key", "peer"))
-    return _key(fields["key"]), _peer(fields["peer"])
+    parts = _object(_json(payload), ("key", "peer"))
+    return _key(parts["key"]), _peer(parts["peer"])
 
 
 def pack_welcome(me: PeerInfo) -> bytes:
@@ -359,28 +360,30 @@ def _count(value: object) -> int:
 
 def _key(value: object) -> TransferKey:
     names = ("transfer_id", "epoch", "prefill_incarnation", "decode_incarnation")
-    fields = _object(value, names)
+    found = _object(value, names)
     return TransferKey(
-        transfer_id=_text(fields["transfer_id"]),
-        epoch=_count(fields["epoch"]),
-        prefill_incarnation=_text(fields["prefill_incarnation"]),
-        decode_incarnation=_text(fields["decode_incarnation"]),
+        transfer_id=_text(found["transfer_id"]),
+        epoch=_count(found["epoch"]),
+        prefill_incarnation=_text(found["prefill_incarnation"]),
+        decode_incarnation=_text(found["decode_incarnation"]),
     )
 
 
 def _peer(value: object) -> PeerInfo:
-    counts = ("bytes_per_block", "block_size", "max_model_len", "pool_tokens")
-    fields = _object(
-        value, ("worker_id", "incarnation", "fingerprint", "host", "endpoints", *counts)
-    )
+    found = _object(value, _PEER_FIELDS)
     return PeerInfo(
-        worker_id=_text(fields["worker_id"]),
-        incarnation=_text(fields["incarnation"]),
-        fingerprint=_text(fields["fingerprint"]),
-        bytes_per_block=_count(fields["bytes_per_block"]),
-        block_size=_count(fields["block_size"]),
-        max_model_len=_count(fields["max_model_len"]),
-        pool_tokens=_count(fields["pool_tokens"]),
-        host=_text(fields["host"]),
+        worker_id=_text(found["worker_id"]),
+        incarnation=_text(found["incarnation"]),
+        fingerprint=_text(found["fingerprint"]),
+        model_digest=_text(found["model_digest"]),
+        dtype=_text(found["dtype"]),
+        num_layers=_count(found["num_layers"]),
+        num_kv_heads=_count(found["num_kv_heads"]),
+        head_dim=_count(found["head_dim"]),
+        block_size=_count(found["block_size"]),
+        bytes_per_block=_count(found["bytes_per_block"]),
+        max_model_len=_count(found["max_model_len"]),
+        pool_tokens=_count(found["pool_tokens"]),
+        host=_text(found["host"]),
         endpoints=(),
     )

@@ -368,12 +368,10 @@ class Rig:
             pool=pool,
             scheduler=scheduler,
             engine=Engine(scheduler, runner, self.clock),
-            info=PeerInfo(
+            info=PeerInfo.of(
+                config.layout,
                 worker_id=worker_id,
                 incarnation=f"{worker_id}-{self._starts[worker_id]}",
-                fingerprint=config.layout.fingerprint,
-                bytes_per_block=config.layout.bytes_per_block,
-                block_size=config.layout.block_size,
                 max_model_len=config.max_model_len,
                 pool_tokens=num_blocks * config.max_model_len // config.window_blocks,
                 host="here",

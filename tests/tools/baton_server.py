@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,15 +67,24 @@ class BatonServer:
 
     @classmethod
     @contextmanager
-    def started(cls, directory: Path) -> Iterator[BatonServer]:
-        """A server that is ready; at the end of the block none of its processes is left."""
+    def started(
+        cls, directory: Path, *, more: Sequence[str] = (), environ: Mapping[str, str] | None = None
+    ) -> Iterator[BatonServer]:
+        """A server that is ready, with `more` settings and variables than the session's.
+
+        At the end of the block none of its processes is left.
+        """
         port = free_port()
-        overrides = [word for setting in SETTINGS for word in ("--set", setting)]
+        overrides = [word for setting in (*SETTINGS, *more) for word in ("--set", setting)]
         command = [baton_command(), "serve", "local", "--port", str(port), *overrides]
         log = directory / "serve.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command, stdout=output, stderr=output, start_new_session=True
+                command,
+                env={**os.environ, **(environ or {})},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
         server = cls(port=port, process=process, log=log)
         try:
@@ -101,10 +110,11 @@ class BatonServer:
     @property
     def instance_id(self) -> str:
         """The marker that each of its processes carries."""
-        return str(json.loads((self._directory / "instance.json").read_text())["instance_id"])
+        return str(json.loads((self.directory / "instance.json").read_text())["instance_id"])
 
     @property
-    def _directory(self) -> Path:
+    def directory(self) -> Path:
+        """What the instance keeps for its next start."""
         return instance_directory(Settings(http=HttpSettings(port=self.port)), os.environ)
 
     def wait_until_ready(self) -> None:
@@ -137,7 +147,7 @@ class BatonServer:
         assert code == 0, self.log.read_text()
         assert wait_until_ended(processes, timeout_s=0), "processes outlived baton serve"
         assert members(instance_id) == []
-        shutil.rmtree(self._directory)  # the next run has another port: nobody would find its logs
+        shutil.rmtree(self.directory)  # the next run has another port: nobody would find its logs
 
     def kill(self) -> None:
         """End the command without a word; its watchdog ends the rest."""

@@ -26,6 +26,9 @@ def test_settings_are_frozen() -> None:
         setattr(Settings().http, "port", 1)  # noqa: B010  # mypy refuses the plain form
 
 
+TLS_FILES = {"certificate": "a.pem", "key": "a.key", "ca": "ca.pem"}
+
+
 @pytest.mark.parametrize(
     ("source", "name", "served"),
     [
@@ -72,6 +75,8 @@ def test_sizes_that_say_nothing_clear_are_refused(text: object) -> None:
         (TransferSettings, {"lease_s": 60, "deadline_s": 60}, "below deadline_s"),
         (TransferSettings, {"lease_s": 0.5}, "greater than or equal to 1"),
         (TransferSettings, {"transport": "pigeon"}, "auto"),
+        (TransferSettings, {"transport": "shm", "tls": TLS_FILES}, "encrypts what moves over tcp"),
+        (TransferSettings, {"tls": {"certificate": "a.pem"}}, "ca\n.*Field required"),
         (HttpSettings, {"keep_alive_s": 600}, "below request_timeout_s"),
         (HttpSettings, {"port": 65536}, "65535"),
         (HttpSettings, {"keep_alive_s": float("nan")}, "finite"),
@@ -95,6 +100,8 @@ def test_values_that_break_a_rule_are_refused(
     [
         (EngineSettings, {"step_tokens": 256, "max_sequences": 256}),
         (TransferSettings, {"lease_s": 59, "deadline_s": 60}),
+        (TransferSettings, {"transport": "auto", "tls": TLS_FILES}),
+        (TransferSettings, {"transport": "tcp", "tls": TLS_FILES}),
         (HttpSettings, {"port": 65535, "keep_alive_s": 599.9}),
         (Settings, {"decode": {"local_prefill_tokens": 0}}),
         (Settings, {"channel": {"port": 9000}}),

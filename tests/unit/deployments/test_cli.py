@@ -221,6 +221,14 @@ def test_serve_hands_over_the_settings(run, monkeypatch: pytest.MonkeyPatch) -> 
     assert settings.prefill is not None
 
 
+def test_serve_refuses_a_short_secret_without_showing_it(run) -> None:
+    result = run("serve", "colocated", BATON_SECRET="hunter2")
+
+    assert result.exit_code == 2
+    assert "baton: BATON_SECRET: a deployment secret needs at least 32 bytes" in result.stderr
+    assert "hunter2" not in result.stderr
+
+
 def test_models_list_names_the_catalogue_and_the_cache(run, tmp_path: Path) -> None:
     result = run("models", "list")
 

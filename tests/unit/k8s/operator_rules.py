@@ -19,6 +19,7 @@ MAX_NAME_LENGTH = 47
 MIN_TOKEN_AUTH_VERSION = (2, 52)
 RAY_SWITCHES = ("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED")
 POD_ADDRESSES = ("BATON_TRANSFER__HOST", "BATON_CHANNEL__HOST")
+SECRET_VARIABLE = "BATON_SECRET"
 REDIS_VARIABLES = frozenset({"RAY_REDIS_ADDRESS", "REDIS_PASSWORD", "REDIS_USERNAME"})
 LOCAL_ONLY_VARIABLES = frozenset(
     {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"}
@@ -193,8 +194,17 @@ def _environment(service: RayService) -> Iterator[str]:
         for variable in POD_ADDRESSES:
             if variables.get(variable) != {"fieldRef": {"fieldPath": "status.podIP"}}:
                 yield f"group {name}: {variable} is not the pod's address"
+        if not _is_required_secret(variables.get(SECRET_VARIABLE)):
+            yield f"group {name}: {SECRET_VARIABLE} is not from a Secret that must exist"
         for variable in sorted(LOCAL_ONLY_VARIABLES & set(variables)):
             yield f"group {name}: {variable} would keep the pod's servers on loopback"
+
+
+def _is_required_secret(source: Any) -> bool:
+    """Never a text that anybody who reads the manifest reads too, and never left out."""
+    if not isinstance(source, Mapping) or source.keys() != {"secretKeyRef"}:
+        return False
+    return source["secretKeyRef"].keys() == {"name", "key"}
 
 
 def _pool_labels(service: RayService) -> Iterator[str]:

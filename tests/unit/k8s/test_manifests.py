@@ -180,6 +180,18 @@ def test_serve_and_settings_check_reports(mistake: Change, report: str, service)
         ),
         (in_cluster(*PREFILL_CONTAINER, "env", 0, "value", value="0"), "all processes must agree"),
         (in_cluster(*PREFILL_CONTAINER, "env", value=[]), "is not the pod's address"),
+        (in_cluster(*PREFILL_CONTAINER, "env", value=[]), "is not from a Secret that must exist"),
+        (
+            in_cluster(*PREFILL_CONTAINER, "env", 8, value={
+                "name": "BATON_SECRET", "value": "x" * 64,
+            }),
+            "is not from a Secret that must exist",
+        ),
+        (
+            in_cluster(*PREFILL_CONTAINER, "env", 8, "valueFrom", "secretKeyRef", "optional",
+                       value=True),
+            "is not from a Secret that must exist",
+        ),
         (
             in_cluster(*PREFILL_CONTAINER, "env", 0, value={
                 "name": "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "value": "0",

@@ -18,6 +18,11 @@ def test_equal_workers_may_exchange_blocks():
     ("field", "value"),
     [
         ("fingerprint", "0" * 32),
+        ("model_digest", "n" * 32),
+        ("dtype", "bf16"),
+        ("num_layers", 3),
+        ("num_kv_heads", 4),
+        ("head_dim", 16),
         ("block_size", 8),
         ("bytes_per_block", 8192),
         ("max_model_len", 32),
@@ -36,9 +41,16 @@ def test_each_difference_alone_is_refused_and_both_values_are_named(field, value
     assert str(getattr(PREFILL, field)) in str(refused.value)
 
 
-def test_the_fingerprint_is_judged_before_anything_else():
-    decode = dataclasses.replace(DECODE, fingerprint="0" * 32, block_size=8, pool_tokens=1)
-    with pytest.raises(LinkRefusedError, match="fingerprint"):
+def test_a_difference_is_named_by_what_people_know_it_by():
+    """Fingerprints differ whenever anything does; alone they say what nothing else says."""
+    decode = dataclasses.replace(DECODE, fingerprint="0" * 32, dtype="bf16", pool_tokens=1)
+    with pytest.raises(LinkRefusedError, match=r"^dtype differs: fp32 on prefill-0, bf16"):
+        check_compatible(PREFILL, decode)
+
+
+def test_the_layout_is_judged_before_window_and_pool():
+    decode = dataclasses.replace(DECODE, fingerprint="0" * 32, max_model_len=32, pool_tokens=1)
+    with pytest.raises(LinkRefusedError, match=r"^layout fingerprint differs"):
         check_compatible(PREFILL, decode)
 
 

@@ -13,15 +13,21 @@ from configs.schema import (
     ModelSettings,
     PrefillSettings,
     Settings,
+    TlsSettings,
+    TransferSettings,
 )
 from kv_transfer.handoff import PeerInfo
+from kv_transfer.transports.shm import ShmTransport
+from kv_transfer.transports.tcp import TcpTransport
 from workers.errors import PoolTooSmallError, WorkerError
 from workers.planning import (
+    DATA_PATHS,
     INV_POOL_WINDOW,
     Check,
     DeploymentPlan,
     ModelFacts,
     Outcome,
+    check_data_path,
     check_link,
     check_pool_window,
     check_transport,
@@ -77,6 +83,11 @@ def peer(worker_id: str, **changes: object) -> PeerInfo:
         "incarnation": "i",
         "fingerprint": "f" * 32,
         "bytes_per_block": 1,
+        "model_digest": "m",
+        "dtype": "fp32",
+        "num_layers": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
         "block_size": 16,
         "max_model_len": 4096,
         "pool_tokens": 8192,
@@ -252,8 +263,9 @@ def test_link_holds_between_equal_peers() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"fingerprint": "0" * 32}, ["layouts differ", "0" * 32]),
-        ({"max_model_len": 2048}, ["windows differ", "4096", "2048"]),
+        ({"fingerprint": "0" * 32}, ["fingerprint differs", "0" * 32]),
+        ({"dtype": "bf16"}, ["dtype differs", "fp32", "bf16"]),
+        ({"max_model_len": 2048}, ["window differs", "4096", "2048"]),
         ({"pool_tokens": 4095}, ["prefill-0 holds 4095", "4096"]),
     ],
 )
@@ -340,6 +352,64 @@ def test_the_plan_says_what_kv_moves_over_and_why(
 
     assert check.outcome is outcome
     assert says in check.sentence
+
+
+LOCAL = TransferSettings()
+WIDE = TransferSettings(host="10.0.0.1")
+TLS = TlsSettings(certificate="a.pem", key="a.key", ca="ca.pem")
+
+
+@pytest.mark.parametrize(
+    ("transport", "settings", "outcome", "says"),
+    [
+        ("shm", WIDE, Outcome.HOLDS, "shm: both ends know the deployment's secret; blocks never"),
+        ("tcp", LOCAL, Outcome.HOLDS, "unencrypted on 127.0.0.1: transfer.tls"),
+        ("tcp", WIDE, Outcome.WARNS, "unencrypted on 10.0.0.1: transfer.tls"),
+        ("tcp", TransferSettings(host="10.0.0.1", tls=TLS), Outcome.HOLDS, "move inside TLS"),
+    ],
+)
+def test_the_plan_says_who_can_get_at_blocks_on_their_way(
+    transport: str, settings: TransferSettings, outcome: Outcome, says: str
+) -> None:
+    check = check_data_path(transport, settings)
+
+    assert check.outcome is outcome
+    assert says in check.sentence
+
+
+def test_a_transport_that_asks_nobody_who_they_are_is_a_warning_on_a_network(monkeypatch) -> None:
+    monkeypatch.setattr("workers.planning.DATA_PATHS", {"open": "open"})
+
+    assert check_data_path("open", LOCAL).outcome is Outcome.HOLDS
+    check = check_data_path("open", WIDE)
+
+    assert check.outcome is Outcome.WARNS
+    assert "has to keep strangers off 10.0.0.1" in check.sentence
+
+
+@pytest.mark.parametrize(
+    ("wanted", "shares_memory", "names"),
+    [
+        ("auto", True, ["shm", "tcp"]),
+        ("auto", False, ["tcp"]),
+        ("tcp", True, ["tcp"]),
+        ("shm", True, ["shm"]),
+    ],
+)
+def test_each_way_that_kv_may_take_has_its_sentence(
+    wanted: str, shares_memory: bool, names: list[str]
+) -> None:
+    settings = settings_of().model_copy(update={"transfer": TransferSettings(transport=wanted)})  # type: ignore[arg-type]
+
+    deployment = plan(settings, FACTS, cores=2, shares_memory=shares_memory)
+
+    paths = checks_of(deployment, "DATA-PATH")
+    assert [check.sentence.partition(":")[0] for check in paths] == names
+
+
+@pytest.mark.parametrize("transport", [ShmTransport, TcpTransport])
+def test_what_is_said_of_a_transport_is_what_it_declares(transport) -> None:
+    assert DATA_PATHS[transport.name] == transport.capabilities.data_path
 
 
 def test_only_a_deployment_with_links_has_a_transport() -> None:

@@ -1,0 +1,81 @@
+"""The deployment's secret is with those who need it, and nowhere that others look."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from deployments.secret import SECRET_VARIABLE
+from tests.fakes.certificates import Authority
+from tests.tools.baton_server import MODEL, BatonServer
+
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300)]
+
+PROMPT = [100 + i % 900 for i in range(300)]  # long enough for the prefill worker
+
+
+def complete(server: BatonServer) -> str:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    response = httpx.post(f"{server.base_url}/v1/completions", json=body, timeout=120)
+    assert response.status_code == httpx.codes.OK, response.text
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+def secret_of(process: psutil.Process) -> str:
+    return process.environ()[SECRET_VARIABLE]
+
+
+def files_with(text: bytes, directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file() and text in path.read_bytes()]
+
+
+def test_workers_share_a_fresh_secret_that_nobody_is_shown(baton_server: BatonServer) -> None:
+    complete(baton_server)
+    replicas = baton_server.replicas()
+
+    secret = secret_of(replicas["Decode"])
+
+    assert secret_of(replicas["Prefill"]) == secret
+    assert len(secret) == 64
+    commands = [" ".join(process.cmdline()) for process in replicas.values()]
+    shown = [
+        httpx.get(f"{baton_server.base_url}/metrics", timeout=30).text,
+        baton_server.log.read_text(),
+        *commands,
+    ]
+    assert [text for text in shown if secret in text] == []
+    logs = (baton_server.directory / "logs").resolve()
+    assert list(logs.glob("worker-*.err"))
+    for written in (baton_server.directory, logs.parents[2]):  # the second is Ray's and HAProxy's
+        assert files_with(secret.encode(), written) == []
+
+
+def test_kv_moves_inside_tls_and_the_text_stays_the_same(
+    baton_server: BatonServer, tmp_path: Path
+) -> None:
+    """Files and secret are given, as in a cluster; TLS needs a hand-off over tcp."""
+    files = Authority(tmp_path, "ca").issue("worker")
+    paths = {"certificate": files.certificate, "key": files.key, "ca": files.ca}
+    tls = json.dumps({name: str(path) for name, path in paths.items()})
+    given = "given-by-the-test-given-by-the-test"
+    path = tmp_path / "secret"
+    path.write_text(given, encoding="utf-8")
+    expected = complete(baton_server)
+    settings = ("transfer.transport=tcp", f"transfer.tls={tls}")
+
+    with BatonServer.started(
+        tmp_path, more=settings, environ={"BATON_SECRET_FILE": str(path)}
+    ) as server:
+        text = complete(server)
+        scrape = server.wait_until_idle()
+        held = secret_of(server.replicas()["Prefill"])
+
+    assert text == expected
+    assert held == given
+    assert scrape.value("baton_confirms_total", role="prefill", verdict="valid") == 1
+    assert scrape.value("baton_strangers_total", role="prefill") == 0
