@@ -153,8 +153,7 @@ class StreamBlockServer:
         Proofs take milliseconds, so it is the oldest that goes. False if all are admitted.
         """
         for task, connection in self._connections.items():
-            if not connection.is_admitted:
-                del self._connections[task]
+            if not connection.is_admitted and not task.cancelling():
                 task.cancel()
                 self._authority.note_stranger()
                 return True
