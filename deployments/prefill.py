@@ -10,8 +10,7 @@ from ray import serve
 
 from configs.schema import Settings
 from deployments.metrics import WorkerSnapshot, loop_sample
-from deployments.process import at_own_address, prepare_engine_process
-from deployments.secret import read_secret
+from deployments.process import at_own_address, deployment_secret, prepare_engine_process
 from deployments.worker_metrics import prefill_samples
 from workers.messages import PrefillEvent, PrefillRequest
 
@@ -30,7 +29,7 @@ class Prefill:
             at_own_address(settings, os.environ),
             worker_id=worker_id,
             environ=os.environ,
-            secret=read_secret(os.environ),
+            secret=deployment_secret(os.environ),
         )
         await self._worker.start()
 

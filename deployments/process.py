@@ -62,8 +62,8 @@ def deployment_secret(environ: Mapping[str, str]) -> Secret:
     secret = read_secret(environ)
     if secret is None:
         raise SecretError(
-            f"Front and decode workers know each other by the deployment's secret: set "
-            f"{SECRET_VARIABLE} or {SECRET_FILE_VARIABLE}, to the same for all of them "
-            "(`openssl rand -hex 32` makes one)"
+            f"Fronts and workers know each other by the deployment's secret: set {SECRET_VARIABLE} "
+            f"or {SECRET_FILE_VARIABLE}, to the same for all of them (`openssl rand -hex 32` makes "
+            "one)"
         )
     return secret

@@ -74,17 +74,17 @@ def survey(settings: Settings, environ: Mapping[str, str]) -> Site:
 
 
 def build_prefill_worker(
-    settings: Settings, *, worker_id: str, environ: Mapping[str, str], secret: Secret | None
+    settings: Settings, *, worker_id: str, environ: Mapping[str, str], secret: Secret
 ) -> PrefillWorker:
     """A prefill worker, loaded and not yet started; blocks for the seconds that loading takes.
 
-    Raises what `survey` raises, and `WorkerError` without the deployment's secret: decode workers
-    could not tell it from a stranger, nor it them.
+    Raises what `survey` raises, and `WorkerError` for certificates that cannot be used. `secret`
+    is what it and decode workers know each other by.
     """
     site = survey(settings, environ)
     if site.plan.prefill is None:
         raise ValueError("these settings have no prefill pool")
-    security = _link_security(settings.transfer, worker_id, secret)
+    security = _link_security(settings.transfer, secret)
     region = _shared_region(settings.transfer.transport, site.plan.prefill.pool_bytes)
     engine, memory = _build_engine(site, site.plan.prefill, settings, region)
     me = _peer_info(site.plan, site.plan.prefill, worker_id)
@@ -107,16 +107,16 @@ def build_decode_worker(
     worker_id: str,
     environ: Mapping[str, str],
     prefill: PrefillService | None,
-    secret: Secret | None,
+    secret: Secret,
 ) -> DecodeWorker:
     """A decode worker, loaded and not yet started; without `prefill` it is colocated.
 
-    Raises as `build_prefill_worker`; a colocated worker has no link and needs no secret.
+    Raises as `build_prefill_worker`.
     """
     site = survey(settings, environ)
     security = None
     if prefill is not None:
-        security = _link_security(settings.transfer, worker_id, secret)
+        security = _link_security(settings.transfer, secret)
     engine, memory = _build_engine(site, site.plan.decode, settings, region=None)
     me = _peer_info(site.plan, site.plan.decode, worker_id)
     receiver = None
@@ -203,15 +203,8 @@ def _shared_region(transport: str, size_bytes: int) -> SharedRegion | None:
         return None
 
 
-def _link_security(
-    settings: TransferSettings, worker_id: str, secret: Secret | None
-) -> LinkSecurity:
-    """What the worker proves itself by, and its certificates where it has some."""
-    if secret is None:
-        raise WorkerError(
-            f"{worker_id} hands KV over but has no deployment secret: set BATON_SECRET or "
-            "BATON_SECRET_FILE, to the same for all workers (`openssl rand -hex 32` makes one)"
-        )
+def _link_security(settings: TransferSettings, secret: Secret) -> LinkSecurity:
+    """What a worker proves itself by, and its certificates where it has some."""
     tls = settings.tls
     if tls is None:
         return LinkSecurity(secret=secret)

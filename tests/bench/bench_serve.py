@@ -39,6 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from configs.load import load
 from deployments.cluster.processes import members
 from deployments.process import prepare_engine_process
+from kv_transfer.authentication import Secret
 from workers.assembly import build_decode_worker
 from workers.decode import DecodeWorker
 from workers.engine.sampling_params import SamplingParams
@@ -245,7 +246,7 @@ async def measure_added(model: str, rounds: int, prompt_tokens: int, output_toke
     overrides = (*OVERRIDES, f"model.source={model}", "model.name=smollm2-135m")
     settings = load("colocated", environ=os.environ, overrides=overrides)
     worker = build_decode_worker(
-        settings, worker_id="bench", environ=os.environ, prefill=None, secret=None
+        settings, worker_id="bench", environ=os.environ, prefill=None, secret=Secret.fresh()
     )
     await worker.start()
     rng = random.Random(0)

@@ -13,6 +13,7 @@ import pytest
 
 from configs.schema import HttpSettings, Settings
 from deployments.serving import instance_directory
+from tests.fakes.stream_kinds import SECRET
 from tests.tools.baton_server import MODEL, WINDOW, BatonServer, baton_command, free_port
 from workers.assembly import build_decode_worker, build_prefill_worker
 from workers.errors import PoolTooSmallError
@@ -117,4 +118,4 @@ def test_a_worker_with_a_pool_below_the_window_refuses_itself(
         }
     )
     with pytest.raises(PoolTooSmallError, match=rf"{role} pool holds {SMALL} .*{WINDOW}"):
-        build(settings, worker_id=f"{role}-0", environ=os.environ, secret=None)
+        build(settings, worker_id=f"{role}-0", environ=os.environ, secret=SECRET)

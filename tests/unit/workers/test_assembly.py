@@ -1,9 +1,8 @@
-"""A worker that hands KV over is not built without what it proves itself by."""
+"""What a worker is refused for before its weights are read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,8 @@ from safetensors.torch import save_file
 
 from configs.schema import ModelSettings, PrefillSettings, Settings, TlsSettings, TransferSettings
 from kv_transfer.authentication import Secret
-from workers.assembly import build_decode_worker, build_prefill_worker
+from workers.assembly import build_prefill_worker
 from workers.errors import WorkerError
-from workers.messages import PrefillEvent, PrefillRequest
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -32,13 +30,6 @@ CONFIG = {
 SECRET = Secret("a secret of this deployment, which is long")
 
 
-class NoPrefill:
-    """A prefill pool that nobody asks anything."""
-
-    def prefill(self, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
-        raise NotImplementedError
-
-
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     """Of a model that is never loaded: the refusal comes before."""
@@ -47,18 +38,6 @@ def settings(tmp_path: Path) -> Settings:
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     save_file({"model.embed_tokens.weight": torch.zeros(100, 16)}, folder / "model.safetensors")
     return Settings(model=ModelSettings(source=str(folder)), prefill=PrefillSettings())
-
-
-def test_a_prefill_worker_without_a_secret_is_refused(settings: Settings) -> None:
-    with pytest.raises(WorkerError, match=r"prefill-0 hands KV over but has no .* BATON_SECRET"):
-        build_prefill_worker(settings, worker_id="prefill-0", environ={}, secret=None)
-
-
-def test_a_decode_worker_with_a_link_and_without_a_secret_is_refused(settings: Settings) -> None:
-    with pytest.raises(WorkerError, match=r"decode-0 hands KV over but has no .* BATON_SECRET"):
-        build_decode_worker(
-            settings, worker_id="decode-0", environ={}, prefill=NoPrefill(), secret=None
-        )
 
 
 def test_certificates_that_cannot_be_used_are_named(settings: Settings, tmp_path: Path) -> None:
