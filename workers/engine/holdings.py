@@ -16,20 +16,16 @@ where all layers are in one group, so that a hit is a run of blocks from the fir
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Final
 
 from kv_transfer.geometry import BlockId, KVGroup
-from workers.engine.block_pool import BlockPool, BlockState
+from workers.engine.block_pool import BlockPool
 from workers.engine.block_table import BlockTable, TableRules
+from workers.engine.holdings_check import WITH_TRANSFER, check_blocks, check_fenced, check_owners
 from workers.engine.prefix_cache import KeyChain, PrefixScope
 from workers.engine.sequence import Sequence, SequenceMode, SequenceStatus
 from workers.engine.step import SequenceId
-
-_WITH_TRANSFER: Final = frozenset({SequenceStatus.AWAITING_KV, SequenceStatus.QUARANTINED})
-"""States in which a transfer may be writing to the sequence's blocks."""
 
 
 class Holdings:
@@ -187,7 +183,7 @@ class Holdings:
     def give_back(self, sequence: Sequence, before: SequenceStatus) -> None:
         """Free the blocks of a sequence that ended as soon as nobody can write to them."""
         sequence_id, block_ids = sequence.sequence_id, sequence.block_ids
-        if before in _WITH_TRANSFER:
+        if before in WITH_TRANSFER:
             if before is SequenceStatus.AWAITING_KV:
                 self.quarantine(sequence)
             self.pool.release(sequence.cut(0, sequence.num_used_blocks))
@@ -203,71 +199,11 @@ class Holdings:
         """Raise AssertionError, with its id, if an invariant does not hold for live sequences."""
         self.pool.check_invariants()
         live = list(sequences)
-        self._check_owners(live)
+        lingering = (*self._until_commit.values(), *self._until_fence.values())
+        check_owners(self.pool, live, lingering)
+        check_fenced(self.pool, self._until_fence.values())
         for sequence in live:
-            self._check_blocks(sequence)
-
-    def _check_owners(self, live: list[Sequence]) -> None:
-        """Every taken block has as many holders as it is named times."""
-        named = Counter(block_id for sequence in live for block_id in sequence.block_ids)
-        for block_ids in (*self._until_commit.values(), *self._until_fence.values()):
-            named.update(block_ids)
-        taken = self.pool.num_blocks - self.pool.num_available
-        assert len(named) == taken, (
-            f"INV-CONSERVE: {taken} blocks are taken, {len(named)} have an owner"
-        )
-        for block_id, times in named.items():
-            assert self.pool.num_holders(block_id) == times, (
-                f"INV-CONSERVE: block {block_id} is named {times} times, "
-                f"counted are {self.pool.num_holders(block_id)}"
-            )
-        fenced = [block_id for ids in self._until_fence.values() for block_id in ids]
-        assert self.pool.states(fenced) == _repeat(BlockState.QUARANTINED, len(fenced)), (
-            "INV-FENCE: a block of an ended sequence left quarantine before the fence"
-        )
-
-    def _check_blocks(self, sequence: Sequence) -> None:
-        """A sequence holds what was reserved, each block in the state that its tokens imply."""
-        if sequence.status is SequenceStatus.WAITING:
-            assert not sequence.block_tables, "INV-ADMIT: a waiting sequence holds blocks"
-            return
-        reserved = self._rules.max_blocks(sequence.spec.num_reserved_tokens)
-        tables = zip(self._rules.groups, sequence.block_tables, reserved, strict=True)
-        for group, table, max_blocks in tables:
-            self._check_extent(sequence, group, table, max_blocks)
-            self._check_states(sequence, table)
-
-    def _check_extent(
-        self, sequence: Sequence, group: KVGroup, table: BlockTable, max_blocks: int
-    ) -> None:
-        """A table holds no more than was reserved, and all that the tokens to come need."""
-        is_awaiting = sequence.status in _WITH_TRANSFER
-        position = sequence.num_prompt_tokens if is_awaiting else sequence.num_computed
-        first, end = self._needed(sequence, group, position)
-        assert end - first <= len(table.block_ids) <= max_blocks, (
-            f"INV-ADMIT: sequence {sequence.sequence_id} holds {len(table.block_ids)} blocks of a "
-            f"group, it needs {end - first}, reserved were {max_blocks}"
-        )
-        num_used = self.pool.blocks_for(sequence.num_computed)
-        assert table.start <= first, (
-            f"INV-ADMIT: sequence {sequence.sequence_id} gave up block {first} of a group, which "
-            "its next token sees"
-        )
-        assert num_used <= table.end, (
-            f"INV-ADMIT: sequence {sequence.sequence_id} has KV in {num_used} blocks of a group, "
-            f"its table ends with {table.end}"
-        )
-
-    def _check_states(self, sequence: Sequence, table: BlockTable) -> None:
-        is_quarantined = sequence.status is SequenceStatus.QUARANTINED
-        rest = BlockState.QUARANTINED if is_quarantined else BlockState.RESERVED
-        num_used = len(table.cut(0, self.pool.blocks_for(sequence.num_computed)))
-        num_unused = len(table.block_ids) - num_used
-        expected = _repeat(BlockState.USED, num_used) + _repeat(rest, num_unused)
-        assert self.pool.states(table.block_ids) == expected, (
-            f"INV-CONSERVE: blocks of a {sequence.status.value} sequence with "
-            f"{sequence.num_computed} computed tokens are {self.pool.states(table.block_ids)!r}"
-        )
+            check_blocks(self.pool, self._rules, sequence)
 
     # -- the parts ------------------------------------------------------------------------------
 
@@ -345,7 +281,3 @@ def _replace(sequence: Sequence, start: int, block_ids: tuple[BlockId, ...]) -> 
     held = sequence.block_tables[0].block_ids
     replaced = (*held[:start], *block_ids, *held[start + len(block_ids) :])
     sequence.block_tables = (BlockTable(block_ids=replaced),)
-
-
-def _repeat(state: BlockState, num_blocks: int) -> bytes:
-    return bytes((state,)) * num_blocks
