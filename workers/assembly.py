@@ -157,6 +157,7 @@ def _build_engine(
         block_size=site.plan.layout.block_size,
         max_model_len=site.plan.window,
         window_blocks=worker.window_blocks,
+        sliding_windows=[group.sliding_window for group in site.plan.layout.groups],
     )
     config = SchedulerConfig(
         max_model_len=site.plan.window,
@@ -174,7 +175,7 @@ def _build_engine(
 def _prefix_scope(site: Site, settings: Settings) -> PrefixScope | None:
     """What KV may be found for, or None where there is no prefix cache."""
     layout = site.plan.layout
-    if not planning.has_prefix_cache(settings, layout):
+    if not settings.kv.prefix_cache:
         return None
     return PrefixScope(fingerprint=layout.fingerprint, block_size=layout.block_size)
 

@@ -38,7 +38,6 @@ __all__ = [
     "check_window",
     "enforce",
     "format_bytes",
-    "has_prefix_cache",
     "kv_layout",
     "plan",
     "resolve_dtype",
@@ -215,11 +214,6 @@ def plan(
     return DeploymentPlan(
         layout=layout, window=window, runner=runner, workers=workers, checks=tuple(checks)
     )
-
-
-def has_prefix_cache(settings: Settings, layout: KVLayout) -> bool:
-    """Whether KV is found again: not where layers forget what is behind their sliding window."""
-    return settings.kv.prefix_cache and not layout.has_sliding_window
 
 
 def enforce(checks: Iterable[Check]) -> None:

@@ -19,7 +19,6 @@ from workers.planning import (
     Outcome,
     WorkerPlan,
     format_bytes,
-    has_prefix_cache,
     plan,
 )
 
@@ -57,6 +56,7 @@ def plan_as_text(settings: Settings, deployment: DeploymentPlan) -> str:
     """The model, the pools (sizes are those of one worker), and each check with its numbers."""
     layout = deployment.layout
     own = "" if settings.model.max_model_len else ", the model's own"
+    prefix_cache = "on" if settings.kv.prefix_cache else "off"
     rows = [_HEADINGS, *(_row(worker) for worker in deployment.workers)]
     checks = [(_MARKS[check.outcome], check.id, check.sentence) for check in deployment.checks]
     return "\n".join(
@@ -65,7 +65,7 @@ def plan_as_text(settings: Settings, deployment: DeploymentPlan) -> str:
             f"Window  {deployment.window} tokens{own}",
             f"KV      {format_bytes(layout.bytes_per_token)} per token, "
             f"{format_bytes(layout.bytes_per_block)} per block of {layout.block_size} tokens, "
-            f"{layout.dtype}, prefix cache {_prefix_cache(settings, layout)}",
+            f"{layout.dtype}, prefix cache {prefix_cache}",
             *_sliding(layout),
             f"Pools   {format_bytes(deployment.total_pool_bytes)} in all",
             "",
@@ -87,7 +87,7 @@ def plan_as_json(settings: Settings, deployment: DeploymentPlan) -> dict[str, An
         "kv": {
             "dtype": layout.dtype,
             "block_size": layout.block_size,
-            "prefix_cache": has_prefix_cache(settings, layout),
+            "prefix_cache": settings.kv.prefix_cache,
             "groups": [
                 {"layers": len(group.layers), "sliding_window": group.sliding_window}
                 for group in layout.groups
@@ -102,12 +102,6 @@ def plan_as_json(settings: Settings, deployment: DeploymentPlan) -> dict[str, An
             for check in deployment.checks
         ],
     }
-
-
-def _prefix_cache(settings: Settings, layout: KVLayout) -> str:
-    if has_prefix_cache(settings, layout):
-        return "on"
-    return "off: the model has sliding windows" if settings.kv.prefix_cache else "off"
 
 
 def _sliding(layout: KVLayout) -> list[str]:

@@ -43,6 +43,7 @@ def make_scheduler(
             )
             for group in groups
         ),
+        sliding_windows=windows,
     )
     config = SchedulerConfig(
         max_model_len=max_model_len,

@@ -91,6 +91,7 @@ class WatchedPool(BlockPool):
         block_size: int,
         max_model_len: int,
         window_blocks: int,
+        sliding_windows: Sequence[int | None],
         transport: WatchedTransport | None,
     ) -> None:
         super().__init__(
@@ -98,6 +99,7 @@ class WatchedPool(BlockPool):
             block_size=block_size,
             max_model_len=max_model_len,
             window_blocks=window_blocks,
+            sliding_windows=sliding_windows,
         )
         self._transport = transport
 

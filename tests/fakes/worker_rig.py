@@ -346,6 +346,7 @@ class Rig:
             block_size=config.layout.block_size,
             max_model_len=config.max_model_len,
             window_blocks=config.window_blocks,
+            sliding_windows=[group.sliding_window for group in config.layout.groups],
             transport=watch,
         )
         scheduler = Scheduler(

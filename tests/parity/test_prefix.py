@@ -20,7 +20,18 @@ from workers.engine.sampling_params import SamplingParams
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
-FAMILIES = ("llama", "qwen3", "gpt2")
+FAMILIES = {
+    **{family: SERVED[family] for family in ("llama", "qwen3", "gpt2")},
+    **{family: SERVED[family] for family in ("mistral", "gemma2", "gemma3_text", "gpt_oss")},
+    "qwen2": {
+        **SERVED["qwen2"],
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+    },
+}
+"""Some see everything everywhere, some in some layers, some in none."""
+WINDOWED = frozenset(FAMILIES) - {"llama", "qwen3", "gpt2"}
 BLOCK_SIZE = 4
 TIE = 1e-4
 """Logits that are closer may change places by rounding alone."""
@@ -50,11 +61,12 @@ async def ask_all(rig: Rig, references: list[Reference]) -> tuple[list[tuple[int
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_cold_warm_and_split_give_the_tokens_of_generate(family):
-    references = references_of(make_model(family, SERVED[family]), random.Random(7))
+    references = references_of(make_model(family, FAMILIES[family]), random.Random(7))
     expected = [reference.tokens for reference in references]
     assert min(min(reference.gaps) for reference in references) > TIE, "a tie: choose another seed"
-    model = make_model(family, SERVED[family])
+    model = make_model(family, FAMILIES[family])
     layout = layout_of(model, block_size=BLOCK_SIZE)
+    assert layout.has_sliding_window == (family in WINDOWED)
     split = RigConfig(
         layout=layout,
         num_blocks=200,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -10,6 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kv_transfer.geometry import KVGroup
 from tests.property.test_scheduler_states import SchedulerMachine, SlidingWindowMachine
+from workers.engine import prefix_hit
 from workers.engine.block_pool import BlockPool, BlockState
 from workers.engine.block_table import TableRules
 from workers.engine.holdings import Holdings
@@ -46,7 +48,7 @@ def evict_the_parent_first(patch: pytest.MonkeyPatch) -> None:
     def evict(cache):
         block_id, _ = cache._idle.popitem(last=True)
         cache._drop(block_id)
-        return block_id
+        return [block_id]
 
     patch.setattr(PrefixCache, "evict", evict)
 
@@ -80,20 +82,20 @@ def store_before_valid(patch: pytest.MonkeyPatch) -> None:
 
 
 def find_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
-    def find(holdings, sequence, start):
+    def hit_end(holdings, sequence, start):
         if not sequence.spec.takes_hits:
-            return ()
-        return holdings.pool.cache.match(sequence.chain.keys[start:])
+            return start
+        return start + len(holdings.pool.cache.match(sequence.chain.keys[start:]))
 
-    patch.setattr(Holdings, "_find", find)
+    patch.setattr(Holdings, "_hit_end", hit_end)
 
 
 def find_for_those_who_must_not(patch: pytest.MonkeyPatch) -> None:
-    def find(holdings, sequence, start):
+    def hit_end(holdings, sequence, start):
         end = (sequence.num_prompt_tokens - 1) // holdings.pool.block_size
-        return holdings.pool.cache.match(sequence.chain.keys[start:end])
+        return start + len(holdings.pool.cache.match(sequence.chain.keys[start:end]))
 
-    patch.setattr(Holdings, "_find", find)
+    patch.setattr(Holdings, "_hit_end", hit_end)
 
 
 def quarantine_the_hit_too(patch: pytest.MonkeyPatch) -> None:
@@ -107,10 +109,10 @@ def store_behind_somebody_elses_block(patch: pytest.MonkeyPatch) -> None:
     """Two equal blocks, each with its own next one: the second is held, its parent is not."""
     store = BlockPool.store
 
-    def keep_ones_own(pool, block_id, key, parent):
-        if pool.cache.block_of(key) is not None:
+    def keep_ones_own(pool, block_id, key, parent, *, group):
+        if pool.cache.block_of(key, group=group) is not None:
             return block_id
-        return store(pool, block_id, key, parent)
+        return store(pool, block_id, key, parent, group=group)
 
     patch.setattr(BlockPool, "store", keep_ones_own)
     patch.setattr(Holdings, "_follows", lambda *_: True)
@@ -181,6 +183,49 @@ def keep_the_room_for_chunks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TableRules, "needed", never_decoding)
 
 
+def find_without_what_the_window_shows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefix_hit, "_last_missing", lambda *_, **__: None)
+
+
+def evict_without_what_is_of_no_use_then(patch: pytest.MonkeyPatch) -> None:
+    def evict(cache):
+        block_id, _ = cache._idle.popitem(last=False)
+        cache._drop(block_id)
+        return [block_id]
+
+    patch.setattr(PrefixCache, "evict", evict)
+
+
+def promise_nothing_to_who_shares(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        BlockPool, "_takes_room", lambda pool, hit: pool._states[hit] == BlockState.CACHED
+    )
+
+
+def lose_the_hit_that_is_held_aside(patch: pytest.MonkeyPatch) -> None:
+    start_over = Holdings.start_over
+
+    def start_over_without(holdings, sequence):
+        sequence.hits_aside = tuple(() for _ in sequence.hits_aside)
+        start_over(holdings, sequence)
+
+    patch.setattr(Holdings, "start_over", start_over_without)
+
+
+def reserve_only_for_what_arrives(patch: pytest.MonkeyPatch) -> None:
+    """Nothing would be left to compute the prompt with, should nothing arrive."""
+    claim = TableRules._claim
+
+    def claim_less(rules, group, num_tokens, *, hit_end, landing):
+        claimed = claim(rules, group, num_tokens, hit_end=hit_end, landing=landing)
+        if landing is None:
+            return claimed
+        _, end = rules.needed(group, num_tokens, position=landing, is_decoding=True)
+        return replace(claimed, num_own=end - max(hit_end, claimed.start))
+
+    patch.setattr(TableRules, "_claim", claim_less)
+
+
 WINDOW_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     give_up_one_token_too_early,
     give_up_what_the_chunk_still_sees,
@@ -188,6 +233,11 @@ WINDOW_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     forget_the_block_that_a_chunk_begins_within,
     go_on_from_where_the_transfer_was_to_write,
     keep_the_room_for_chunks,
+    find_without_what_the_window_shows,
+    evict_without_what_is_of_no_use_then,
+    promise_nothing_to_who_shares,
+    lose_the_hit_that_is_held_aside,
+    reserve_only_for_what_arrives,
 )
 
 BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (

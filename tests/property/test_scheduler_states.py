@@ -13,7 +13,7 @@ from collections import Counter
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kv_transfer.geometry import BlockId
 from tests.fakes.model_runner import FakeModelRunner, Windows, generate
@@ -466,15 +466,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_can_be_found_is_what_it_is_named_by(self) -> None:
-        """Keys are of the text, in the salt, that the blocks up to it hold."""
+        """Keys are of the text, in the salt, that their blocks in each group hold."""
+        cache = self.scheduler.pool.cache
         for record in self.records.values():
             chain = SCOPE.chain(record.spec.cache_salt)
             token_ids = [*record.spec.prompt_token_ids, *record.token_ids]
             chain.extend(token_ids, len(token_ids) // BLOCK_SIZE)
-            found = self.scheduler.pool.cache.match(chain.keys)
-            num_tokens = len(found) * BLOCK_SIZE
-            assert self.runner.read(found, num_tokens) == token_ids[:num_tokens]
-            self.salt_is_its_own(found, record.spec.cache_salt)
+            for index, key in enumerate(chain.keys):
+                for group in range(len(self.WINDOWS)):
+                    found = cache.match([key], group=group)
+                    if found:
+                        text = token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+                        assert self.runner.read(found, BLOCK_SIZE) == text
+                        self.salt_is_its_own(found, record.spec.cache_salt)
 
     def teardown(self) -> None:
         """Nothing leaks: once all is ended, landed and fenced, nobody holds a block."""
@@ -490,11 +494,28 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class SlidingWindowMachine(SchedulerMachine):
-    """Groups of layers that forget, beside one that does not; none of them has a prefix cache."""
+    """Groups of layers that forget, beside one that does not."""
 
     WINDOWS = (None, 3, 6)
     NUM_BLOCKS = 26
-    SCOPE = None
+
+    @initialize()
+    def compute_every_text_once(self) -> None:
+        """So that there is something to find from the first request on."""
+        for text in range(1, TEXTS + 1):
+            self.submit(
+                prompt=14,
+                max_tokens=3,
+                mode=SequenceMode.GENERATE,
+                priority=0,
+                patience=None,
+                stops_at=None,
+                text=text,
+                salt=SALTS[0],
+                looks_up=True,
+                follows=False,
+            )
+            self.run_steps(num_steps=12)
 
     @invariant()
     def nobody_holds_more_than_it_can_see_and_compute(self) -> None:
@@ -515,7 +536,15 @@ class SlidingWindowMachine(SchedulerMachine):
                     assert window is None or (len(table.block_ids) - 2) * BLOCK_SIZE < window
 
 
-for _machine in (SchedulerMachine, SlidingWindowMachine):
-    _machine.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+class ForgetfulMachine(SlidingWindowMachine):
+    """No layer sees everything: nothing is there as long as what was computed from it."""
+
+    WINDOWS = (6, 6)
+    NUM_BLOCKS = 12
+
+
+for _machine in (SchedulerMachine, SlidingWindowMachine, ForgetfulMachine):
+    _machine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 test_scheduler_in_any_order = SchedulerMachine.TestCase
 test_scheduler_with_sliding_windows_in_any_order = SlidingWindowMachine.TestCase
+test_scheduler_that_forgets_everything_in_any_order = ForgetfulMachine.TestCase

@@ -10,6 +10,11 @@
 
 A used block may have several holders; `release` gives up one hold. The last one frees the block,
 or leaves it cached where it has a key: it still holds KV, and goes when room is needed.
+
+What several sequences hold of a text costs its blocks once, as long as they keep it. Behind a
+sliding window they do not: each goes on to a block of its own, and gives none back while another
+still holds the shared one. So every further holder of such a block is promised one of the
+available blocks (INV-ADMIT): sharing saves the computation there, never the room.
 """
 
 from __future__ import annotations
@@ -63,11 +68,13 @@ class BlockPool:
         block_size: int,
         max_model_len: int,
         window_blocks: int | None = None,
+        sliding_windows: Sequence[int | None] = (None,),
     ) -> None:
         """Refuses a pool that cannot hold one full window (INV-POOL-WINDOW).
 
-        `window_blocks` is what a sequence of max_model_len tokens needs at once, in all groups;
-        by default there is one, which keeps everything.
+        `window_blocks` is what a sequence of max_model_len tokens needs at once, in all groups
+        of layers, which see as far back as `sliding_windows` says; by default there is one, which
+        keeps everything.
         """
         needed = ceil_div(max_model_len, block_size) if window_blocks is None else window_blocks
         if num_blocks < needed:
@@ -77,6 +84,7 @@ class BlockPool:
                 f"and needs {needed} blocks"
             )
         self._block_size = block_size
+        self._sliding_windows = tuple(sliding_windows)
         self._states = bytearray(num_blocks)
         self._counts = [num_blocks, 0, 0, 0, 0]
         # Last in, first out: a block that was just freed is warm, an untouched one costs page
@@ -84,7 +92,10 @@ class BlockPool:
         self._free = [BlockId(index) for index in reversed(range(num_blocks))]
         # Few blocks have more than one holder, and none that is not keyed.
         self._further_holders: dict[BlockId, int] = {}
-        self.cache = PrefixCache()
+        self._passed_by: set[BlockId] = set()
+        """Those of them that holders give up behind their window."""
+        self._num_promised = 0
+        self.cache = PrefixCache(sliding_windows=sliding_windows)
         """Which blocks can be found; others only read it, and take its events."""
         self.generations: list[int] = [0] * num_blocks
         """How often each block was freed or evicted: cached and found again, it is the same.
@@ -98,14 +109,24 @@ class BlockPool:
         return len(self._states)
 
     @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """By group of layers, how far back its tokens see."""
+        return self._sliding_windows
+
+    @property
     def block_size(self) -> int:
         """Tokens of one block."""
         return self._block_size
 
     @property
     def num_available(self) -> int:
-        """Blocks that `reserve` could hand out now: free ones, and cached ones by eviction."""
+        """Blocks that nobody holds: free ones, and cached ones, which go by eviction."""
         return len(self._free) + self.cache.num_idle
+
+    @property
+    def num_promised(self) -> int:
+        """Those of them that holders of shared blocks take when their window moves on."""
+        return self._num_promised
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold num_tokens tokens."""
@@ -139,8 +160,8 @@ class BlockPool:
 
     def fits(self, num_blocks: int, *, hits: Sequence[BlockId] = ()) -> bool:
         """Whether `reserve` would succeed."""
-        num_idle_hits = sum(self._states[block_id] == BlockState.CACHED for block_id in hits)
-        return num_blocks <= self.num_available - num_idle_hits
+        num_taken = num_blocks + sum(map(self._takes_room, hits))
+        return num_taken <= self.num_available - self._num_promised
 
     def reserve(
         self, num_blocks: int, *, hits: Sequence[BlockId] = ()
@@ -155,8 +176,9 @@ class BlockPool:
         if not self.fits(num_blocks, hits=hits):
             return None
         self._share(hits)
-        for _ in range(num_blocks - len(self._free)):
-            self._make_free(self.cache.evict())
+        while len(self._free) < num_blocks:
+            for block_id in self.cache.evict():
+                self._make_free(block_id)
         taken = self._free[-num_blocks:]
         del self._free[-num_blocks:]
         taken.reverse()
@@ -197,7 +219,7 @@ class BlockPool:
     def exchange(self, block_ids: Sequence[BlockId], num_blocks: int) -> tuple[BlockId, ...]:
         """Release blocks and hold num_blocks others, not more than these; never fails.
 
-        For blocks that nobody else holds: what they give back is enough.
+        What they give back is enough, or what was promised to each holder of a shared one.
         """
         assert num_blocks <= len(block_ids), (
             f"INV-ADMIT: {num_blocks} blocks are asked for {len(block_ids)}"
@@ -211,16 +233,18 @@ class BlockPool:
 
     # -- keyed blocks ---------------------------------------------------------------------------
 
-    def store(self, block_id: BlockId, key: BlockKey, parent: BlockKey | None) -> BlockId:
-        """Let a used, full block be found; returns the block to hold in its place.
+    def store(
+        self, block_id: BlockId, key: BlockKey, parent: BlockKey | None, *, group: int = 0
+    ) -> BlockId:
+        """Let a used, full block be found in a group; returns the block to hold in its place.
 
         That is the block itself, or the one that has the key already: it is held then, and the
-        given one is released. The caller holds the parent's block.
+        given one is released. The caller holds what `PrefixCache.store` asks for.
         """
-        present = self.cache.block_of(key)
+        present = self.cache.block_of(key, group=group)
         if present is None:
             self._check((block_id,), BlockState.USED)
-            self.cache.store(block_id, key, parent)
+            self.cache.store(block_id, key, parent, group=group)
             return block_id
         self.swap(block_id, present)
         return present
@@ -230,6 +254,11 @@ class BlockPool:
         self._check((block_id,), BlockState.RESERVED, BlockState.USED)
         self._share((present,))
         self.release((block_id,))
+
+    def share(self, block_ids: Sequence[BlockId]) -> None:
+        """Hold keyed blocks; the caller gives up as many in the next `exchange`, which pays."""
+        self._check(block_ids, BlockState.USED, BlockState.CACHED)
+        self._share(block_ids)
 
     def forget(self, block_ids: Sequence[BlockId]) -> None:
         """Let these used blocks be found no more, nor what was computed from them."""
@@ -260,6 +289,18 @@ class BlockPool:
         assert self.states(shared) == bytes((BlockState.USED,)) * len(shared), (
             "INV-CONSERVE: a block that is not used has several holders"
         )
+        self._check_promises()
+
+    def _check_promises(self) -> None:
+        promised = sum(self._further_holders[block_id] for block_id in self._passed_by)
+        assert promised == self._num_promised <= self.num_available, (
+            f"INV-ADMIT: {promised} blocks are promised, {self._num_promised} were counted, "
+            f"{self.num_available} are available"
+        )
+
+    def _takes_room(self, hit: BlockId) -> bool:
+        """Whether one more holder of a block takes one of those that are available."""
+        return self._states[hit] == BlockState.CACHED or self.cache.is_passed_by(hit)
 
     def _share(self, block_ids: Sequence[BlockId]) -> None:
         """One more holder for used or cached blocks."""
@@ -268,12 +309,20 @@ class BlockPool:
                 self.cache.hold(block_id)
                 self._set((block_id,), BlockState.USED)
             else:
-                self._further_holders[block_id] = self._further_holders.get(block_id, 0) + 1
+                self._add_holder(block_id)
+
+    def _add_holder(self, block_id: BlockId) -> None:
+        self._further_holders[block_id] = self._further_holders.get(block_id, 0) + 1
+        if self.cache.is_passed_by(block_id):
+            self._passed_by.add(block_id)
+            self._num_promised += 1
 
     def _drop_holder(self, block_id: BlockId) -> None:
         self._further_holders[block_id] -= 1
+        self._num_promised -= block_id in self._passed_by
         if self._further_holders[block_id] == 0:
             del self._further_holders[block_id]
+            self._passed_by.discard(block_id)
 
     def _make_free(self, block_id: BlockId) -> None:
         self.generations[block_id] += 1

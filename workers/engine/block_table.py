@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,6 +34,25 @@ class BlockTable:
             raise IndexError(f"block {index} is not among {self.start} to {self.end - 1}")
         return self.block_ids[index - self.start]
 
+    def with_block(self, index: int, block_id: BlockId) -> BlockTable:
+        """The table with another block at an index, at which it has one."""
+        place = index - self.start
+        before, after = self.block_ids[:place], self.block_ids[place + 1 :]
+        return BlockTable(start=self.start, block_ids=(*before, block_id, *after))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a sequence asks for in one group when it is admitted."""
+
+    hit_start: int
+    """Index of the first block that computing from the hit's end on sees anything of."""
+    start: int
+    """Index of the first block in the table: the same, or what comes after a prompt that arrives
+    sees first."""
+    num_own: int
+    """Blocks behind the hit."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRules:
@@ -57,20 +75,6 @@ class TableRules:
             for group in self.groups
         )
 
-    def deal(
-        self, block_ids: Sequence[BlockId], num_tokens: int, *, position: int
-    ) -> tuple[BlockTable, ...]:
-        """Part as many blocks as `max_blocks` says among the groups.
-
-        Each table begins with the first block that a token at `position` sees anything of.
-        """
-        tables, dealt = [], 0
-        for group, size in zip(self.groups, self.max_blocks(num_tokens), strict=True):
-            start = group.first_block(position, self.block_size)
-            tables.append(BlockTable(start=start, block_ids=tuple(block_ids[dealt : dealt + size])))
-            dealt += size
-        return tuple(tables)
-
     def needed(
         self, group: KVGroup, num_tokens: int, *, position: int, is_decoding: bool
     ) -> tuple[int, int]:
@@ -82,3 +86,27 @@ class TableRules:
         size = group.max_blocks(num_tokens, chunk_tokens=chunk_tokens, block_size=self.block_size)
         first = group.first_block(position, self.block_size)
         return first, min(ceil_div(num_tokens, self.block_size), first + size)
+
+    def claims(
+        self, num_tokens: int, *, hit_end: int, landing: int | None = None
+    ) -> tuple[Claim, ...]:
+        """By group, what a sequence of num_tokens asks for whose first hit_end blocks are found.
+
+        Its KV is computed from there on; or it arrives, for a prompt of `landing` tokens, and may
+        still have to be computed if it does not.
+        """
+        return tuple(
+            self._claim(group, num_tokens, hit_end=hit_end, landing=landing)
+            for group in self.groups
+        )
+
+    def _claim(
+        self, group: KVGroup, num_tokens: int, *, hit_end: int, landing: int | None
+    ) -> Claim:
+        computed_from = hit_end * self.block_size
+        first, end = self.needed(group, num_tokens, position=computed_from, is_decoding=False)
+        if landing is None:
+            return Claim(hit_start=first, start=first, num_own=end - hit_end)
+        seen, last = self.needed(group, num_tokens, position=landing, is_decoding=True)
+        num_own = max(end - hit_end, last - max(hit_end, seen))
+        return Claim(hit_start=first, start=seen, num_own=num_own)

@@ -9,21 +9,28 @@ only as many blocks as can be needed at once: when its next step is planned, it 
 token to come can see, and takes as many blocks for the tokens ahead.
 
 Here alone a sequence meets the prefix cache: what is found at admission is held in place of own
-blocks, what fills up is stored. A block that is found is full, so that nobody writes to it: steps
-write behind the computed tokens, transfers behind the prefix hit. There is a prefix cache only
-where all layers are in one group, so that a hit is a run of blocks from the first on.
+blocks, what fills up is stored in every group, and what is given up behind a window stays to be
+found. A block that is found is full, so that nobody writes to it: steps write behind the computed
+tokens, transfers behind the prefix hit.
+
+A sequence that awaits KV may need two things of a hit: what its output will see, beside what
+arrives, and, should nothing arrive, what its prompt sees from the hit's end on. It holds both
+until one of them is settled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from kv_transfer.geometry import BlockId, KVGroup
 from workers.engine.block_pool import BlockPool
-from workers.engine.block_table import BlockTable, TableRules
+from workers.engine.block_table import BlockTable, Claim, TableRules
 from workers.engine.holdings_check import WITH_TRANSFER, check_blocks, check_fenced, check_owners
 from workers.engine.prefix_cache import KeyChain, PrefixScope
+from workers.engine.prefix_hit import hit_blocks, hit_end
 from workers.engine.sequence import Sequence, SequenceMode, SequenceStatus
 from workers.engine.step import SequenceId
 
@@ -41,14 +48,19 @@ class Holdings:
     ) -> None:
         """Without a scope nothing is stored, and nothing found.
 
-        A step computes at most chunk_tokens tokens of a sequence.
+        A step computes at most chunk_tokens tokens of a sequence. ValueError if the pool was made
+        for other groups.
         """
-        rules = TableRules(groups=groups, block_size=pool.block_size, chunk_tokens=chunk_tokens)
-        if scope is not None and (rules.has_sliding_window or len(groups) > 1):
-            raise ValueError("there is no prefix cache for layers with a sliding window")
+        windows = tuple(group.sliding_window for group in groups)
+        if windows != pool.sliding_windows:
+            raise ValueError(
+                f"the groups' sliding windows are {windows}, the pool's {pool.sliding_windows}"
+            )
         self.pool = pool
-        self._rules = rules
-        self._has_sliding_window = rules.has_sliding_window
+        self._rules = TableRules(
+            groups=groups, block_size=pool.block_size, chunk_tokens=chunk_tokens
+        )
+        self._has_sliding_window = self._rules.has_sliding_window
         self.num_queried_tokens = 0
         """Prompt tokens of the sequences that were admitted with a look at the cache."""
         self.num_hit_tokens = 0
@@ -74,31 +86,34 @@ class Holdings:
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether `take` would succeed."""
-        hits = self._find(sequence, 0)
-        return self.pool.fits(self.num_blocks(sequence) - len(hits), hits=hits)
+        wish = self._wish(sequence)
+        return self.pool.fits(wish.num_own, hits=wish.hit_ids)
 
     def num_blocks(self, sequence: Sequence) -> int:
         """Blocks that a sequence holds at once at most, all groups (INV-ADMIT)."""
         return sum(self._rules.max_blocks(sequence.spec.num_reserved_tokens))
 
     def take(self, sequence: Sequence) -> bool:
-        """Take every block that the sequence can ever need (INV-ADMIT), or none.
+        """Take every block that the sequence can ever need at once (INV-ADMIT), or none.
 
         The first of them are its prefix hit: blocks that hold its KV already.
         """
-        hits = self._find(sequence, 0)
-        block_ids = self.pool.reserve(self.num_blocks(sequence) - len(hits), hits=hits)
+        wish = self._wish(sequence)
+        block_ids = self.pool.reserve(wish.num_own, hits=wish.hit_ids)
         if block_ids is None:
             return False
-        is_awaited = sequence.spec.mode is SequenceMode.AWAIT_KV
-        sequence.block_tables = self._rules.deal(
-            block_ids,
-            sequence.spec.num_reserved_tokens,
-            position=sequence.num_prompt_tokens if is_awaited else 0,
-        )
+        own = iter(block_ids[len(wish.hit_ids) :])
+        tables, aside = [], []
+        for claim, hits in zip(wish.claims, wish.hits, strict=True):
+            num_aside = min(len(hits), claim.start - claim.hit_start)
+            aside.append(hits[:num_aside])
+            taken = (*hits[num_aside:], *islice(own, claim.num_own))
+            tables.append(BlockTable(start=claim.start, block_ids=taken))
+        sequence.block_tables = tuple(tables)
+        sequence.hits_aside = tuple(aside) if _is_awaited(sequence) else ()
         if _looks_up(sequence):
             self.num_queried_tokens += sequence.num_prompt_tokens
-        self._add_hit(sequence, len(hits))
+        self._add_hit(sequence, wish.hit_end)
         return True
 
     # -- what is computed -----------------------------------------------------------------------
@@ -112,12 +127,10 @@ class Holdings:
         index, rest = divmod(sequence.num_computed, self.pool.block_size)
         if rest or not self._follows(sequence, index):
             return
-        found = self._find(sequence, index)
-        own = sequence.block_tables[0].block_ids[index:]
-        for block_id, present in zip(own, found, strict=False):
-            self.pool.swap(block_id, present)
-        _replace(sequence, index, found)
-        self._add_hit(sequence, len(found))
+        end = self._hit_end(sequence, index)
+        if end > index:
+            self._take_over(sequence, index, end)
+            self._add_hit(sequence, end - index)
 
     def move_on(self, sequence: Sequence) -> None:
         """Behind a sliding window, give up what no step to come sees; take blocks for the next.
@@ -125,11 +138,22 @@ class Holdings:
         To be called when a step of the sequence is planned: nobody reads or writes its blocks
         then. It takes no more than it gives up, so that it never fails (INV-ADMIT).
         """
-        if self._has_sliding_window:
-            sequence.block_tables = tuple(
-                self._move_on(sequence, group, table)
-                for group, table in zip(self._rules.groups, sequence.block_tables, strict=True)
-            )
+        if not self._has_sliding_window:
+            return
+        extents = self._needed(sequence, sequence.num_computed)
+        if all(
+            (table.start, table.end) == extent
+            for table, extent in zip(sequence.block_tables, extents, strict=True)
+        ):
+            return
+        given_up: list[BlockId] = []
+        for table, (first, end) in zip(sequence.block_tables, extents, strict=True):
+            given_up += table.cut(table.start, first) + table.cut(end, table.end)
+        kept = [
+            BlockTable(start=first, block_ids=table.cut(first, end))
+            for table, (first, end) in zip(sequence.block_tables, extents, strict=True)
+        ]
+        self._exchange(sequence, given_up, kept, extents)
 
     def computed(self, sequence: Sequence, num_computed: int) -> None:
         """The sequence's first num_computed tokens have KV now."""
@@ -141,9 +165,17 @@ class Holdings:
         if sequence.chain is not None:
             self._store(sequence, sequence.chain)
 
-    def distrust(self, sequence: Sequence) -> None:
-        """The model gave nonsense after the sequence's KV: nobody else may find it."""
+    def distrust(self, sequence: Sequence, live: Iterable[Sequence]) -> None:
+        """The model gave nonsense after the sequence's KV: nobody else may find it.
+
+        Nor what `live` sequences compute from it. Where all layers forget, nobody knows who has
+        seen it: those that have computed anything then store nothing more.
+        """
         self.pool.forget(sequence.cut(0, sequence.num_used_blocks))
+        if not self.pool.cache.has_full_group:
+            for other in live:
+                if other.num_computed > 0:
+                    other.chain = None
 
     # -- transfers ------------------------------------------------------------------------------
 
@@ -155,9 +187,25 @@ class Holdings:
         """No transfer writes to a live sequence's blocks any more."""
         self.pool.unquarantine(sequence.unused_blocks)
 
+    def landed(self, sequence: Sequence) -> None:
+        """The prompt's KV has arrived, proved intact: all of its tokens have KV now."""
+        self.pool.release([block_id for block_ids in sequence.hits_aside for block_id in block_ids])
+        sequence.hits_aside = ()
+        self.computed(sequence, sequence.num_prompt_tokens)
+
     def start_over(self, sequence: Sequence) -> None:
         """What a transfer was to bring is computed here instead, from the hit's end on."""
-        sequence.block_tables = tuple(replace(table, start=0) for table in sequence.block_tables)
+        tables = []
+        for aside, table, (first, end) in zip(
+            sequence.hits_aside,
+            sequence.block_tables,
+            self._needed(sequence, sequence.num_computed),
+            strict=True,
+        ):
+            held = (*aside, *table.block_ids)
+            self.pool.release(held[end - first :])
+            tables.append(BlockTable(start=first, block_ids=held[: end - first]))
+        sequence.block_tables, sequence.hits_aside = tuple(tables), ()
 
     def fence(self, sequence_id: SequenceId) -> None:
         """No transfer writes to an ended sequence's blocks any more; free them, if it left any."""
@@ -186,7 +234,7 @@ class Holdings:
         if before in WITH_TRANSFER:
             if before is SequenceStatus.AWAITING_KV:
                 self.quarantine(sequence)
-            self.pool.release(sequence.cut(0, sequence.num_used_blocks))
+            self.pool.release(sequence.hit_ids)
             self._until_fence[sequence_id] = sequence.unused_blocks
         elif sequence_id in self._in_step:
             self._until_commit[sequence_id] = block_ids
@@ -207,41 +255,104 @@ class Holdings:
 
     # -- the parts ------------------------------------------------------------------------------
 
-    def _needed(self, sequence: Sequence, group: KVGroup, position: int) -> tuple[int, int]:
-        return self._rules.needed(
-            group,
-            sequence.spec.num_reserved_tokens,
-            position=position,
-            is_decoding=sequence.status is SequenceStatus.DECODING,
+    def _needed(self, sequence: Sequence, position: int) -> list[tuple[int, int]]:
+        """By group, (first block, end) of what a step needs that begins at a position."""
+        return [
+            self._rules.needed(
+                group,
+                sequence.spec.num_reserved_tokens,
+                position=position,
+                is_decoding=sequence.status is SequenceStatus.DECODING,
+            )
+            for group in self._rules.groups
+        ]
+
+    def _exchange(
+        self,
+        sequence: Sequence,
+        given_up: Ordered[BlockId],
+        kept: Ordered[BlockTable],
+        extents: Ordered[tuple[int, int]],
+    ) -> None:
+        """Give up blocks and complete the tables to their extents, in all groups at once.
+
+        A block that is evicted for the room takes others of its key with it: before that, all
+        that is given up must have been let go.
+        """
+        missing = [end - table.end for table, (_, end) in zip(kept, extents, strict=True)]
+        taken = iter(self.pool.exchange(given_up, sum(missing)))
+        sequence.block_tables = tuple(
+            replace(table, block_ids=(*table.block_ids, *islice(taken, num_missing)))
+            for table, num_missing in zip(kept, missing, strict=True)
         )
 
-    def _move_on(self, sequence: Sequence, group: KVGroup, table: BlockTable) -> BlockTable:
-        first, end = self._needed(sequence, group, sequence.num_computed)
-        if (first, end) == (table.start, table.end):
-            return table
-        given_up = table.cut(table.start, first) + table.cut(end, table.end)
-        taken = self.pool.exchange(given_up, max(0, end - table.end))
-        return BlockTable(start=first, block_ids=table.cut(first, end) + taken)
+    # -- the prefix cache -----------------------------------------------------------------------
 
-    def _find(self, sequence: Sequence, start: int) -> tuple[BlockId, ...]:
-        """Blocks that hold the prompt's KV from block `start` on.
+    def _wish(self, sequence: Sequence) -> _Wish:
+        """What to take for a sequence: with its hit, if the pool could ever hold all of that."""
+        wish = self._wish_with(sequence, self._hit_end(sequence, 0))
+        # A hit is held beside what a transfer brings, which may be more than was reserved for.
+        if wish.num_own + len(wish.hit_ids) > self.pool.num_blocks:
+            return self._wish_with(sequence, 0)
+        return wish
+
+    def _wish_with(self, sequence: Sequence, hit_end: int) -> _Wish:
+        claims = self._rules.claims(
+            sequence.spec.num_reserved_tokens,
+            hit_end=hit_end,
+            landing=sequence.num_prompt_tokens if _is_awaited(sequence) else None,
+        )
+        first_blocks = [claim.hit_start for claim in claims]
+        return _Wish(
+            claims=claims,
+            hit_end=hit_end,
+            hits=self._hit_blocks(sequence, first_blocks, hit_end),
+        )
+
+    def _hit_end(self, sequence: Sequence, start: int) -> int:
+        """Up to which block the prompt's KV is found, as far as it is needed from there on.
 
         Never the whole prompt: its last token is computed here, for what the model says after it.
         """
         if sequence.chain is None or not sequence.spec.takes_hits:
-            return ()
+            return start
         end = (sequence.num_prompt_tokens - 1) // self.pool.block_size
-        return self.pool.cache.match(sequence.chain.keys[start:end])
+        return hit_end(self.pool.cache, self._rules, sequence.chain.keys, start=start, end=end)
+
+    def _hit_blocks(
+        self, sequence: Sequence, first_blocks: Ordered[int], end: int
+    ) -> tuple[tuple[BlockId, ...], ...]:
+        if sequence.chain is None or end == 0:
+            return ((),) * len(first_blocks)
+        keys = sequence.chain.keys
+        return hit_blocks(self.pool.cache, keys, first_blocks=first_blocks, end=end)
+
+    def _take_over(self, sequence: Sequence, index: int, end: int) -> None:
+        """Hold blocks `index` to `end` as they were found, in place of own ones without KV."""
+        extents = self._needed(sequence, end * self.pool.block_size)
+        found = self._hit_blocks(sequence, [max(index, first) for first, _ in extents], end)
+        self.pool.share([block_id for block_ids in found for block_id in block_ids])
+        given_up: list[BlockId] = []
+        kept = []
+        for table, hits, extent in zip(sequence.block_tables, found, extents, strict=True):
+            first, table_end = extent
+            spare = table.cut(index, table.end)
+            given_up += (*table.cut(table.start, min(first, index)), *spare[table_end - end :])
+            block_ids = (*table.cut(first, index), *hits, *spare[: table_end - end])
+            kept.append(BlockTable(start=first, block_ids=block_ids))
+        self._exchange(sequence, given_up, kept, extents)
 
     def _follows(self, sequence: Sequence, index: int) -> bool:
         """Whether the block before `index` is found as the one that the sequence holds.
 
-        Only then may its next block be: whoever holds a block must hold those before it.
+        Only then may its next block be: whoever holds a block must hold those before it. Where
+        all layers forget, nobody holds them: the next block may be found as long as the sequence
+        has keys.
         """
         if sequence.chain is None:
             return False
         parent = sequence.chain.parent(index)
-        if parent is None:
+        if parent is None or not self.pool.cache.has_full_group:
             return True
         return self.pool.cache.block_of(parent) == sequence.block_tables[0].block(index - 1)
 
@@ -257,27 +368,55 @@ class Holdings:
     def _store(self, sequence: Sequence, chain: KeyChain) -> None:
         """Let the blocks that have become full be found; of two equal ones the first stays.
 
-        The table changes where there was one: before anybody is told what the new blocks hold.
+        The tables change where there was one: before anybody is told what the new blocks hold.
         """
-        start = sequence.num_stored_blocks
         num_full = sequence.num_computed // self.pool.block_size
         chain.extend(sequence.token_ids, num_full)
-        for index in range(start, num_full):
+        for index in range(sequence.num_stored_blocks, num_full):
             if not self._follows(sequence, index):
                 return
-            block_id = sequence.block_tables[0].block(index)
-            stored = self.pool.store(block_id, chain.keys[index], chain.parent(index))
-            if stored != block_id:
-                _replace(sequence, index, (stored,))
+            sequence.block_tables = tuple(
+                self._store_block(table, chain, index, group)
+                for group, table in enumerate(sequence.block_tables)
+            )
             sequence.num_stored_blocks += 1
+
+    def _store_block(
+        self, table: BlockTable, chain: KeyChain, index: int, group: int
+    ) -> BlockTable:
+        """Let one block be found, if it is in the table: what arrives begins behind the window."""
+        if index < table.start:
+            return table
+        block_id = table.block(index)
+        stored = self.pool.store(block_id, chain.keys[index], chain.parent(index), group=group)
+        return table if stored == block_id else table.with_block(index, stored)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wish:
+    """What is to be taken for a sequence."""
+
+    claims: tuple[Claim, ...]
+    """By group."""
+    hit_end: int
+    """Leading blocks that are found."""
+    hits: tuple[tuple[BlockId, ...], ...]
+    """By group, those of them that are needed."""
+
+    @property
+    def hit_ids(self) -> tuple[BlockId, ...]:
+        """The hits of all groups."""
+        return tuple(block_id for hits in self.hits for block_id in hits)
+
+    @property
+    def num_own(self) -> int:
+        """Blocks to reserve beside the hits, all groups."""
+        return sum(claim.num_own for claim in self.claims)
+
+
+def _is_awaited(sequence: Sequence) -> bool:
+    return sequence.spec.mode is SequenceMode.AWAIT_KV
 
 
 def _looks_up(sequence: Sequence) -> bool:
     return sequence.chain is not None and sequence.spec.takes_hits
-
-
-def _replace(sequence: Sequence, start: int, block_ids: tuple[BlockId, ...]) -> None:
-    """Hold other blocks from index `start` on, in the one group that prefixes are found for."""
-    held = sequence.block_tables[0].block_ids
-    replaced = (*held[:start], *block_ids, *held[start + len(block_ids) :])
-    sequence.block_tables = (BlockTable(block_ids=replaced),)

@@ -58,6 +58,7 @@ def check_blocks(pool: BlockPool, rules: TableRules, sequence: Sequence) -> None
     for group, table, max_blocks in tables:
         _check_extent(rules, sequence, group, table, max_blocks)
         _check_states(pool, sequence, table)
+    _check_aside(pool, rules, sequence)
 
 
 def _check_extent(
@@ -69,7 +70,7 @@ def _check_extent(
         group,
         sequence.spec.num_reserved_tokens,
         position=sequence.num_prompt_tokens if is_awaiting else sequence.num_computed,
-        is_decoding=sequence.status is SequenceStatus.DECODING,
+        is_decoding=is_awaiting or sequence.status is SequenceStatus.DECODING,
     )
     assert end - first <= len(table.block_ids) <= max_blocks, (
         f"INV-ADMIT: sequence {sequence.sequence_id} holds {len(table.block_ids)} blocks of a "
@@ -84,6 +85,30 @@ def _check_extent(
         f"INV-ADMIT: sequence {sequence.sequence_id} has KV in {num_used} blocks of a group, "
         f"its table ends with {table.end}"
     )
+
+
+def _check_aside(pool: BlockPool, rules: TableRules, sequence: Sequence) -> None:
+    """While KV is awaited there is enough to compute the prompt here; afterwards nothing aside."""
+    if sequence.status not in WITH_TRANSFER:
+        assert not sequence.hits_aside, "INV-CONSERVE: a hit is held aside of what is computed"
+        return
+    for group, aside, table in zip(
+        rules.groups, sequence.hits_aside, sequence.block_tables, strict=True
+    ):
+        assert pool.states(aside) == _repeat(BlockState.USED, len(aside)), (
+            "INV-CONSERVE: a hit that is held aside has no KV"
+        )
+        first, end = rules.needed(
+            group,
+            sequence.spec.num_reserved_tokens,
+            position=sequence.num_computed,
+            is_decoding=False,
+        )
+        num_held = len(aside) + len(table.block_ids)
+        assert num_held >= end - first, (
+            f"INV-ADMIT: sequence {sequence.sequence_id} holds {num_held} blocks of a group, to "
+            f"compute its prompt it needs {end - first}"
+        )
 
 
 def _check_states(pool: BlockPool, sequence: Sequence, table: BlockTable) -> None:

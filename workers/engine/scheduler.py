@@ -128,8 +128,7 @@ class Scheduler:
     ) -> None:
         """`scope` is what the pool's KV belongs to; without it there is no prefix cache.
 
-        `groups` are those of the model's layers, which share the pool. ValueError for a scope
-        where one of them has a sliding window.
+        `groups` are those of the model's layers, which share the pool; it must know their windows.
         """
         self._config = config
         self._holdings = Holdings(
@@ -254,7 +253,7 @@ class Scheduler:
         if sequence is None:
             return False
         self._roster.start_decoding(sequence)
-        self._holdings.computed(sequence, sequence.num_prompt_tokens)
+        self._holdings.landed(sequence)
         self._accept(sequence, first_token, logprobs)
         self._roster.admit()
         return True
@@ -269,6 +268,7 @@ class Scheduler:
             return False
         self._holdings.start_over(sequence)
         self._roster.start_prefill(sequence)
+        self._roster.admit()  # into the room that what was to arrive needed beside a hit
         return True
 
     def quarantine(self, sequence_id: SequenceId) -> bool:
@@ -372,7 +372,7 @@ class Scheduler:
                 continue  # ended during the step: its token is nobody's
             reason = result.failed.get(entry.sequence_id)
             if reason is not None:
-                self._holdings.distrust(sequence)
+                self._holdings.distrust(sequence, self._roster.live.values())
                 self._fail(sequence, StepFailedError(reason))
                 continue
             self._holdings.computed(sequence, entry.end)

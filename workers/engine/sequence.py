@@ -127,6 +127,9 @@ class Sequence:
     """Leading tokens whose KV is in blocks."""
     block_tables: tuple[BlockTable, ...] = ()
     """By group: reserved at admission; behind a sliding window, moved on since then."""
+    hits_aside: tuple[tuple[BlockId, ...], ...] = ()
+    """By group, while KV is awaited: blocks of the prefix hit before the table, which nobody looks
+    at once the KV has arrived, and which computing the prompt here begins with."""
     num_used_blocks: int = 0
     """Leading blocks that hold KV, or held it before they were given up."""
     chain: KeyChain | None = None
@@ -174,8 +177,19 @@ class Sequence:
 
     @property
     def block_ids(self) -> tuple[BlockId, ...]:
-        """Every block that it holds, group by group."""
-        return tuple(block_id for table in self.block_tables for block_id in table.block_ids)
+        """Every block that it holds; the groups that see everything, which are the first, last.
+
+        A release goes backwards: of a text that nobody holds any more those blocks go first, and
+        take with them what is of no use without them.
+        """
+        held = (*self.hits_aside, *(table.block_ids for table in reversed(self.block_tables)))
+        return tuple(block_id for block_ids in held for block_id in block_ids)
+
+    @property
+    def hit_ids(self) -> tuple[BlockId, ...]:
+        """While KV is awaited: the blocks of its prefix hit, which no transfer writes to."""
+        aside = tuple(block_id for block_ids in self.hits_aside for block_id in block_ids)
+        return aside + self.cut(0, self.num_used_blocks)
 
     @property
     def unused_blocks(self) -> tuple[BlockId, ...]:

@@ -142,11 +142,11 @@ def test_check_says_which_kv_is_given_up_behind_a_window(run, model: Path) -> No
     result = run("check", "colocated", "-s", f"model.source={model}")
     answer = json.loads(run("check", "colocated", "--json", "-s", f"model.source={model}").stdout)
 
-    assert "prefix cache off: the model has sliding windows" in result.stdout
+    assert "prefix cache on" in result.stdout
     assert "64 B of that only while the token is among the last 64 (1 of 2 layers)" in result.stdout
     groups = [(group["layers"], group["sliding_window"]) for group in answer["kv"]["groups"]]
     assert groups == [(1, None), (1, 64)]
-    assert answer["kv"]["prefix_cache"] is False
+    assert answer["kv"]["prefix_cache"] is True
     assert answer["workers"][0]["window_blocks"] == 64 + 21
 
 

@@ -34,7 +34,6 @@ from workers.planning import (
     check_window,
     enforce,
     format_bytes,
-    has_prefix_cache,
     plan,
     resolve_dtype,
 )
@@ -149,11 +148,6 @@ def test_window_that_hides_nothing_is_none() -> None:
 
     assert not deployment.layout.has_sliding_window
     assert deployment.decode.window_blocks == 256
-    assert has_prefix_cache(settings_of(), deployment.layout)
-
-
-def test_prefix_cache_is_off_for_a_model_that_forgets() -> None:
-    assert not has_prefix_cache(settings_of(), windowed(1024, None).layout)
 
 
 def test_unsized_decode_pool_grows_with_the_window() -> None:

@@ -354,6 +354,80 @@ def test_exchange_never_takes_more_than_it_gives():
     assert pool.num_available == 2
 
 
+# -- blocks that their holders pass by ------------------------------------------------------------
+
+
+def passed_by(num_blocks: int = 4) -> tuple[BlockPool, BlockId]:
+    """A keyed block of a group with a sliding window, held once."""
+    pool = BlockPool(num_blocks=num_blocks, block_size=4, max_model_len=4, sliding_windows=(6,))
+    (block_id,) = used(pool, 1)
+    pool.store(block_id, A, None)
+    return pool, block_id
+
+
+def test_sharing_a_block_behind_a_window_takes_the_room_of_one():
+    """INV-ADMIT: each holder will go on to a block of its own."""
+    pool, block_id = passed_by()
+    assert not pool.fits(3, hits=(block_id,))
+    assert pool.reserve(2, hits=(block_id,)) is not None
+    assert (pool.num_available, pool.num_promised) == (1, 1)
+    assert pool.reserve(1) is None
+    pool.check_invariants()
+
+
+def test_holder_that_passes_a_shared_block_by_gets_the_promised_one():
+    pool, block_id = passed_by()
+    pool.reserve(2, hits=(block_id,))
+    (taken_block,) = pool.exchange((block_id,), 1)
+    assert taken_block != block_id
+    assert (pool.num_available, pool.num_promised) == (0, 0)
+    pool.check_invariants()
+    (last,) = pool.exchange((block_id,), 1)  # of whom nobody is left: its block is evicted
+    assert last == block_id
+    pool.check_invariants()
+
+
+def test_promise_ends_with_the_holder():
+    pool, block_id = passed_by(8)
+    pool.reserve(1, hits=(block_id,))
+    pool.reserve(1, hits=(block_id,))
+    assert pool.num_promised == 2
+    pool.release((block_id,))
+    assert pool.num_promised == 1
+    pool.release((block_id,))
+    assert pool.num_promised == 0
+    pool.check_invariants()
+
+
+def test_promise_outlives_the_key():
+    """Forgotten, the block still has two holders, each of which will go on."""
+    pool, block_id = passed_by()
+    pool.reserve(1, hits=(block_id,))
+    pool.forget((block_id,))
+    assert pool.num_promised == 1
+    pool.release((block_id,))
+    assert pool.num_promised == 0
+    pool.check_invariants()
+
+
+def test_found_blocks_are_held_and_paid_for_in_the_exchange():
+    pool, block_id = passed_by()
+    pool.release((block_id,))
+    own = taken(pool, 3)
+    pool.share((block_id,))
+    assert pool.exchange(own[:1], 0) == ()
+    assert pool.num_holders(block_id) == 1
+    pool.check_invariants()
+
+
+def test_check_invariants_sees_promises_that_were_not_counted():
+    pool, block_id = passed_by()
+    pool.reserve(1, hits=(block_id,))
+    pool._num_promised = 0
+    with pytest.raises(AssertionError, match="INV-ADMIT: 1 blocks are promised, 0 were counted"):
+        pool.check_invariants()
+
+
 def test_window_that_needs_more_blocks_than_its_tokens_is_refused_by_its_blocks():
     with pytest.raises(PoolTooSmallError, match="needs 5 blocks"):
         BlockPool(num_blocks=4, block_size=4, max_model_len=12, window_blocks=5)

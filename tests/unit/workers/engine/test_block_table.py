@@ -1,7 +1,7 @@
 import pytest
 
 from kv_transfer.geometry import BlockId, KVGroup
-from workers.engine.block_table import BlockTable, TableRules
+from workers.engine.block_table import BlockTable, Claim, TableRules
 
 TABLE = BlockTable(start=2, block_ids=(BlockId(9), BlockId(4), BlockId(7)))
 RULES = TableRules(
@@ -31,13 +31,31 @@ def test_a_cut_names_the_blocks_that_are_there(first, end, found):
     assert TABLE.cut(first, end) == found
 
 
-def test_what_was_reserved_is_dealt_to_the_groups_from_what_is_seen_first():
-    assert RULES.max_blocks(40) == (10, 3)
-    tables = RULES.deal(tuple(map(BlockId, range(13))), 40, position=21)
-    assert tables == (
-        BlockTable(block_ids=tuple(map(BlockId, range(10)))),
-        BlockTable(start=4, block_ids=tuple(map(BlockId, range(10, 13)))),
+def test_a_block_is_replaced_at_its_index_in_the_sequence():
+    assert TABLE.with_block(3, BlockId(8)) == BlockTable(
+        start=2, block_ids=(BlockId(9), BlockId(8), BlockId(7))
     )
+
+
+def test_a_sequence_claims_what_it_may_hold_less_the_hit_that_it_looks_at():
+    assert RULES.max_blocks(40) == (10, 3)
+    assert RULES.claims(40, hit_end=0) == (
+        Claim(hit_start=0, start=0, num_own=10),
+        Claim(hit_start=0, start=0, num_own=3),
+    )
+    assert RULES.claims(40, hit_end=5) == (
+        Claim(hit_start=0, start=0, num_own=5),
+        Claim(hit_start=3, start=3, num_own=1),
+    )
+
+
+def test_a_prompt_that_arrives_claims_the_room_to_compute_it_as_well():
+    """Of the hit's blocks 3 and 4, its output will see one; the other is for computing from 5."""
+    assert RULES.claims(40, hit_end=5, landing=21)[1] == Claim(hit_start=3, start=4, num_own=2)
+
+
+def test_a_prompt_that_arrives_far_behind_its_hit_claims_all_that_its_output_sees():
+    assert RULES.claims(40, hit_end=5, landing=33)[1] == Claim(hit_start=3, start=7, num_own=3)
 
 
 def test_a_chunk_needs_what_its_first_token_sees_and_room_for_itself():

@@ -115,7 +115,7 @@ def test_stored_block_is_keyed_until_it_is_evicted():
     assert cache.is_keyed(BlockId(10))
     for block_id in (12, 11, 10):
         cache.let_go(BlockId(block_id))
-    assert cache.evict() == 12
+    assert cache.evict() == [12]
     assert not cache.is_keyed(BlockId(12))
     assert cache.match([A, B, C]) == (10, 11)
 
@@ -127,7 +127,7 @@ def test_what_nobody_holds_is_evicted_in_the_order_in_which_it_was_let_go():
     cache = chain_of_three()
     for block_id in (12, 11, 10):
         cache.let_go(BlockId(block_id))
-    assert [cache.evict() for _ in range(3)] == [12, 11, 10]
+    assert [cache.evict() for _ in range(3)] == [[12], [11], [10]]
     assert cache.num_evicted == 3
 
 
@@ -138,7 +138,7 @@ def test_block_that_was_used_again_is_the_last_to_go():
     cache.hold(BlockId(10))
     assert cache.num_idle == 1
     cache.let_go(BlockId(10))
-    assert [cache.evict(), cache.evict()] == [11, 10]
+    assert [cache.evict(), cache.evict()] == [[11], [10]]
 
 
 def test_held_blocks_are_not_evicted():
@@ -157,6 +157,68 @@ def test_forgotten_block_takes_all_with_it_that_was_computed_from_it():
     assert cache.match([D]) == (13,)
     assert cache.num_idle == 1
     cache.check_invariants(idle=[BlockId(13)])
+
+
+# -- groups of layers -----------------------------------------------------------------------------
+
+
+def test_a_key_has_a_block_in_each_group():
+    cache = PrefixCache(sliding_windows=(None, 6))
+    cache.store(BlockId(10), A, None)
+    cache.store(BlockId(11), A, None, group=1)
+    assert [cache.block_of(A, group=group) for group in (0, 1)] == [10, 11]
+    assert [cache.is_passed_by(BlockId(block_id)) for block_id in (10, 11)] == [False, True]
+
+
+def in_groups(*windows):
+    """Key A in every group, in blocks 10, 11, ..., which nobody holds."""
+    cache = PrefixCache(sliding_windows=windows)
+    for group in range(len(windows)):
+        cache.store(BlockId(10 + group), A, None, group=group)
+        cache.let_go(BlockId(10 + group))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("oldest", "gone"), [(10, [10, 11, 12, 13]), (11, [11, 12, 13]), (12, [12]), (13, [12, 13])]
+)
+def test_evicted_block_takes_those_of_its_key_in_groups_that_see_no_farther(oldest, gone):
+    cache = in_groups(None, 9, 3, 6)
+    cache._idle.move_to_end(BlockId(oldest), last=False)
+    assert sorted(cache.evict()) == gone
+    assert cache.num_evicted == len(gone)
+    cache.check_invariants(idle=[BlockId(i) for i in (10, 11, 12, 13) if i not in gone])
+
+
+def test_block_behind_a_window_may_go_before_those_after_it():
+    cache = PrefixCache(sliding_windows=(6,))
+    for block_id, key, parent in ((10, A, None), (11, B, A)):
+        cache.store(BlockId(block_id), key, parent)
+    cache.let_go(BlockId(10))
+    assert cache.evict() == [10]
+    cache.check_invariants(idle=[])
+    assert cache.block_of(B) == 11
+
+
+def test_where_all_layers_forget_everything_is_forgotten_with_one_block():
+    """What was computed from it may have no block in between any more."""
+    cache = PrefixCache(sliding_windows=(6,))
+    for block_id, key, parent in ((10, A, None), (12, C, B), (13, D, None)):
+        cache.store(BlockId(block_id), key, parent)
+    cache.let_go(BlockId(13))
+    assert cache.forget([BlockId(10)]) == [13]
+    assert [cache.block_of(key) for key in (A, C, D)] == [None, None, None]
+
+
+def test_events_name_the_group():
+    cache = in_groups(None, 6)
+    cache.evict()
+    assert cache.take_events().events == (
+        BlockStored(key=A, parent=None, group=0),
+        BlockStored(key=A, parent=None, group=1),
+        BlockEvicted(key=A, parent=None, group=0),
+        BlockEvicted(key=A, parent=None, group=1),
+    )
 
 
 # -- events -------------------------------------------------------------------------------------
@@ -196,7 +258,8 @@ def test_forgotten_blocks_are_told_children_first():
 
 
 def swap_keys(cache):
-    cache._blocks[A], cache._blocks[B] = cache._blocks[B], cache._blocks[A]
+    (blocks,) = cache._blocks
+    blocks[A], blocks[B] = blocks[B], blocks[A]
 
 
 def let_go_of_the_parent_first(cache):
@@ -228,6 +291,27 @@ def test_check_invariants_sees_a_cache_that_contradicts_itself(tamper, invariant
     cache.check_invariants(idle=list(cache._idle))
     tamper(cache)
     with pytest.raises(AssertionError, match=invariant):
+        cache.check_invariants(idle=list(cache._idle))
+
+
+def lose_the_one_that_sees_farther(cache):
+    del cache._idle[BlockId(10)]
+    cache._drop(BlockId(10))
+
+
+def hold_only_the_one_that_forgets(cache):
+    cache.hold(BlockId(11))
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [(lose_the_one_that_sees_farther, "left without"), (hold_only_the_one_that_forgets, "is held")],
+)
+def test_check_invariants_sees_groups_that_contradict_each_other(tamper, message):
+    cache = in_groups(None, 6)
+    cache.check_invariants(idle=list(cache._idle))
+    tamper(cache)
+    with pytest.raises(AssertionError, match=f"INV-CONSERVE.*{message}"):
         cache.check_invariants(idle=list(cache._idle))
 
 

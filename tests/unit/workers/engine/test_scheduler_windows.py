@@ -15,6 +15,7 @@ from tests.fakes.scheduling import (
     run_dry,
     step,
 )
+from workers.engine.block_pool import BlockPool
 from workers.engine.events import PromptComputed, TokensSampled
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import SequenceMode, SequenceStatus
@@ -125,9 +126,10 @@ def test_pool_below_one_window_over_all_groups_is_refused():
         make_scheduler(num_blocks=needed - 1, **sizes)  # type: ignore[arg-type]
 
 
-def test_prefix_cache_beside_a_window_is_refused():
-    with pytest.raises(ValueError, match="no prefix cache"):
-        windowed(scope=SCOPE)
+def test_pool_that_was_made_for_other_windows_is_refused():
+    pool = BlockPool(num_blocks=8, block_size=BLOCK_SIZE, max_model_len=32)
+    with pytest.raises(ValueError, match=r"sliding windows are \(6,\), the pool's \(None,\)"):
+        Scheduler(pool, windowed().config, SCOPE, groups=(KVGroup(layers=(0,), sliding_window=6),))
 
 
 # -- hand-off -----------------------------------------------------------------------------------
