@@ -10,9 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.transports.shm import ShmTransport
-from kv_transfer.transports.tcp import TcpTransport
 from tests.fakes.paged_model import paged
+from tests.fakes.stream_kinds import SHM, TCP
 from tests.fakes.tiny_models import SERVED, layout_of, make_model
 from tests.fakes.worker_rig import worker_rig
 from tests.leak import guards
@@ -34,24 +33,24 @@ def asks(model):
     return make_asks(model, SEED)
 
 
-async def storm(model, asks, transport, num_requests):
+async def storm(model, asks, kind, num_requests):
     layout = layout_of(model, block_size=BLOCK_SIZE)
     async with worker_rig(
         replace(CONFIG, layout=layout),
         model=paged(model, layout, shared=True),
-        transport=transport(),
-        another=transport,
+        transport=kind.transport(),
+        another=kind.transport,
     ) as rig:
         report = await Storm(rig, asks, SEED).run(num_requests, restart_every=RESTART_EVERY)
     shown = replace(report, wrong=report.wrong[:3])
-    print(f"seed={SEED} requests={num_requests} transport={transport.name} {shown}")
+    print(f"seed={SEED} requests={num_requests} transport={kind.name} {shown}")
     return report
 
 
 @pytest.mark.timeout(60 + NUM_REQUESTS)
-@pytest.mark.parametrize("transport", [TcpTransport, ShmTransport], ids=lambda each: each.name)
-async def test_no_answer_has_anything_of_another_tenant(model, asks, transport):
-    report = await storm(model, asks, transport, NUM_REQUESTS)
+@pytest.mark.parametrize("kind", [TCP, SHM], ids=lambda kind: kind.name)
+async def test_no_answer_has_anything_of_another_tenant(model, asks, kind):
+    report = await storm(model, asks, kind, NUM_REQUESTS)
 
     assert report.wrong == []
     assert report.outcomes["restarts"] == NUM_REQUESTS // RESTART_EVERY
@@ -65,4 +64,4 @@ async def test_a_leak_would_be_seen(model, asks, monkeypatch):
     guards.SALT.replace(monkeypatch)
     guards.TOKENS.replace(monkeypatch)
 
-    assert (await storm(model, asks, TcpTransport, 40)).wrong != []
+    assert (await storm(model, asks, TCP, 40)).wrong != []

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from kv_transfer.transports.shm import ShmTransport
-from kv_transfer.transports.tcp import TcpTransport
 from tests.fakes.paged_model import paged
+from tests.fakes.stream_kinds import SHM, TCP
 from tests.fakes.tiny_models import SERVED, layout_of, make_model
 from tests.leak.replay import Stage, play, tenant_a, tenant_b
 from tests.leak.scenes import (
@@ -44,10 +43,12 @@ def right_answer(model):
     return make_reference(model, tenant_b(), OUTPUT_TOKENS).tokens
 
 
-@pytest.fixture(params=[TcpTransport, ShmTransport], ids=lambda transport: transport.name)
+@pytest.fixture(params=[TCP, SHM], ids=lambda kind: kind.name)
 def stage(request, model):
     layout = layout_of(model, block_size=BLOCK_SIZE)
-    return Stage(layout=layout, model=paged(model, layout, shared=True), transport=request.param)
+    return Stage(
+        layout=layout, model=paged(model, layout, shared=True), transport=request.param.transport
+    )
 
 
 @pytest.mark.parametrize(("scene", "replaced"), CASES)
