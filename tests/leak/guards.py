@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ from kv_transfer.pull import Pull
 from kv_transfer.transport import CorruptTransferError, FetchSession, InvalidTransferError
 from kv_transfer.transports import wire
 from kv_transfer.transports.wire import Header, Identity
-from tests.fakes.watched_transport import WatchedPool, WatchedTransport
+from tests.fakes.watched_transport import WatchedPool
 from workers.engine.prefix_cache import BlockKey, KeyChain, PrefixScope
 
 Replace = Callable[[pytest.MonkeyPatch], None]
@@ -61,22 +62,9 @@ class Guard:
 
 
 class _PoolOfAnySize(WatchedPool):
-    def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_model_len: int,
-        window_blocks: int,
-        transport: WatchedTransport | None,
-    ) -> None:
-        super().__init__(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            window_blocks=min(window_blocks, num_blocks),
-            transport=transport,
-        )
+    def __init__(self, *, num_blocks: int, window_blocks: int, **others: Any) -> None:
+        window_blocks = min(window_blocks, num_blocks)
+        super().__init__(num_blocks=num_blocks, window_blocks=window_blocks, **others)
 
 
 def _let_any_pool_start(patch: pytest.MonkeyPatch) -> None:
