@@ -85,6 +85,8 @@ class FaultyTransport:
         """Set when a session has begun to close."""
         self.renewals = 0
         self.refuse_renewals: TransferError | None = None
+        self.lose_renewals = False
+        """They are sent, and never arrive."""
         self._resume = threading.Event()
         self._fence = threading.Event()
         self._fence.set()
@@ -212,6 +214,8 @@ class _Session:
         self._check_alive()
         if self._transport.refuse_renewals is not None:
             raise self._transport.refuse_renewals
+        if self._transport.lose_renewals:
+            return
         await self._server.call(self._server.authority.renew, self._key)
         self._transport.renewals += 1
 
