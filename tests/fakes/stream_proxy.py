@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum
 
@@ -28,24 +28,30 @@ class Damage(Enum):
 class StreamProxy:
     """Forwards connections to one address; the n-th connection is damaged at `at[n]`.
 
+    That is the number of a byte, or what is sent there: bytes that come in one piece.
     Descriptors that come with an answer are passed on, as they are on a direct connection.
     """
 
-    def __init__(self, kind: StreamKind, target: str, damage: Damage, at: list[int]) -> None:
+    def __init__(
+        self, kind: StreamKind, target: str, damage: Damage, at: Sequence[int | bytes]
+    ) -> None:
         self._kind = kind
-        self._target = target
+        self.target = target
+        """Where the next connections go."""
         self._damage = damage
         self._at = at
         self._accepted = 0
         self.answered = 0
         """Bytes that the server sent on the last connection to end."""
+        self.damaged = asyncio.Event()
+        """Set when a connection has been damaged."""
 
     async def handle(self, client: socket.socket) -> None:
         """One connection, which this owns."""
         number = self._accepted
         self._accepted += 1
         at = self._at[number] if number < len(self._at) else 1 << 60
-        with client, self._kind.connect(self._target) as server:
+        with client, self._kind.connect(self.target) as server:
             server.setblocking(False)
             asking = asyncio.create_task(_forward(client, server))
             try:
@@ -54,15 +60,16 @@ class StreamProxy:
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
 
-    async def _answer(self, server: socket.socket, client: socket.socket, at: int) -> None:
+    async def _answer(self, server: socket.socket, client: socket.socket, at: int | bytes) -> None:
         position = 0
         while True:
             data, descriptors = await _receive(server)
             try:
                 if not data:
                     break
-                if position <= at < position + len(data):
-                    index = at - position
+                index = data.find(at) if isinstance(at, bytes) else at - position
+                if 0 <= index < len(data):
+                    self.damaged.set()
                     if self._damage is not Damage.FLIP:
                         await _send(client, data[:index], descriptors)
                         if self._damage is Damage.STALL:
@@ -124,7 +131,7 @@ async def _ready(
 
 @asynccontextmanager
 async def stream_proxy(
-    kind: StreamKind, target: str, damage: Damage, at: list[int]
+    kind: StreamKind, target: str, damage: Damage, at: Sequence[int | bytes]
 ) -> AsyncIterator[tuple[str, StreamProxy]]:
     """A running proxy and the address at which it listens."""
     proxy = StreamProxy(kind, target, damage, at)

@@ -5,22 +5,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import json
 import random
 import signal
-import sys
 import threading
-from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from kv_transfer.geometry import BlockId
-from kv_transfer.handoff import PeerInfo, TransferKey
-from kv_transfer.receiver import KVReceiver
 from kv_transfer.transport import (
     CorruptTransferError,
     InvalidTransferError,
@@ -28,16 +22,10 @@ from kv_transfer.transport import (
     LinkRefusedError,
     PeerLostError,
 )
-from kv_transfer.transports.stream_server import StreamTimings
-from tests.fakes.block_memory import ByteMemory, peer_info
-from tests.fakes.stream_kinds import SHM, STREAM_KINDS, StreamKind
+from tests.fakes.kv_processes import NUM_BLOCKS, Decode, owner_process, shuffled_handoff
+from tests.fakes.stream_kinds import SHM, STREAM_KINDS
 from tests.fakes.stream_proxy import Damage, stream_proxy
 from tests.fakes.until import until
-
-OWNER = Path(__file__).resolve().parents[1] / "fakes" / "kv_owner.py"
-NUM_BLOCKS = 64
-MARK = 0x77
-QUICK = StreamTimings(connect_s=2.0, silence_s=0.8)
 
 
 @pytest.fixture(params=STREAM_KINDS, ids=lambda kind: kind.name)
@@ -45,179 +33,10 @@ def kind(request):
     return request.param
 
 
-class OwnerProcess:
-    """The other process, and the messages between it and the test."""
-
-    def __init__(self, process: asyncio.subprocess.Process, info: PeerInfo) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self.process = process
-        self._stdin, self._stdout = process.stdin, process.stdout
-        self.info = info
-        self.ended: dict[str, list[str]] = {}
-        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._listening = asyncio.create_task(self._listen())
-
-    async def ask(self, do: str, **arguments):
-        """Have a command carried out; its answer."""
-        number = len(self._answers)
-        self._answers[number] = asyncio.get_running_loop().create_future()
-        line = json.dumps({"id": number, "do": do, "with": arguments}) + "\n"
-        self._stdin.write(line.encode())
-        async with asyncio.timeout(20):
-            return await self._answers[number]
-
-    async def offer(self, key: TransferKey, me: PeerInfo, grants: list[list[int]]) -> None:
-        """Open a transfer and grant lists of blocks; an empty list at the end keeps it open."""
-        await self.ask("offer", key=asdict(key), decode=asdict(me))
-        start = 0
-        for number, block_ids in enumerate(grants):
-            is_last = number == len(grants) - 1 and bool(block_ids)
-            if block_ids:
-                await self.ask(
-                    "grant",
-                    key=asdict(key),
-                    start=start,
-                    block_ids=block_ids,
-                    token_id=7 if is_last else None,
-                )
-            start += len(block_ids)
-
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    async def close(self) -> None:
-        self._stdin.close()
-        async with asyncio.timeout(20):
-            await self.process.wait()
-            await self._listening
-
-    async def _listen(self) -> None:
-        while line := await self._stdout.readline():
-            message = json.loads(line)
-            if "ended" in message:
-                self.ended.setdefault(message["ended"], []).append(message["reason"])
-            else:
-                self._answers[message.pop("id")].set_result(message)
-
-
 def arenas_mapped() -> list[str]:
     """Read-only mappings of other processes' arenas in this one."""
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if "memfd:baton-kv" in line]
-
-
-def worker(name: str, bytes_per_block: int) -> PeerInfo:
-    return peer_info(
-        name,
-        f"{name}-1",
-        bytes_per_block=bytes_per_block,
-        block_size=1,
-        max_model_len=NUM_BLOCKS,
-        pool_tokens=NUM_BLOCKS,
-    )
-
-
-@asynccontextmanager
-async def owner_process(
-    kind: StreamKind, bytes_per_block: int, *, lease_s: float = 5.0, name: str = "p"
-):
-    arguments = {
-        "num_blocks": NUM_BLOCKS,
-        "bytes_per_block": bytes_per_block,
-        "seed": 1,
-        "lease_s": lease_s,
-        "transport": kind.name,
-        "me": asdict(worker(name, bytes_per_block)),
-    }
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(OWNER),
-        json.dumps(arguments),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    first = json.loads(await process.stdout.readline())["peer"]
-    first["endpoints"] = tuple(tuple(endpoint) for endpoint in first["endpoints"])
-    owner = OwnerProcess(process, PeerInfo(**first))
-    try:
-        yield owner
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGCONT)
-        await owner.close()
-
-
-class Decode:
-    """The receiving worker in the test's process."""
-
-    def __init__(
-        self,
-        kind: StreamKind,
-        bytes_per_block: int,
-        *,
-        num_blocks: int = NUM_BLOCKS,
-        lease_s: float = 5.0,
-    ) -> None:
-        self.memory = ByteMemory(num_blocks, bytes_per_block)
-        self.expected = ByteMemory(NUM_BLOCKS, bytes_per_block)
-        self.expected.fill(1)
-        self.me = worker("d", bytes_per_block)
-        self.receiver = KVReceiver(
-            memory=self.memory,
-            me=self.me,
-            transports=[kind.transport(timings=QUICK)],
-            lease_s=lease_s,
-        )
-
-    async def __aenter__(self):
-        await self.receiver.start()
-        return self
-
-    async def __aexit__(self, *_):
-        await self.receiver.close()
-
-    def key(self, owner: OwnerProcess, transfer_id: str) -> TransferKey:
-        return TransferKey(
-            transfer_id=transfer_id,
-            epoch=0,
-            prefill_incarnation=owner.info.incarnation,
-            decode_incarnation=self.me.incarnation,
-        )
-
-    def incoming(self, owner, key, places, deadline_s=30.0):
-        places = [BlockId(place) for place in places]
-        return self.receiver.transfer(owner.info, key, places, len(places), deadline_s)
-
-    def mark(self, places) -> None:
-        """The destination blocks get another owner, who writes into them."""
-        for place in places:
-            self.memory.block(BlockId(place))[:] = bytes([MARK]) * self.memory.bytes_per_block
-
-    def is_marked(self, places) -> bool:
-        mark = bytes([MARK]) * self.memory.bytes_per_block
-        return all(self.memory.block(BlockId(place)) == mark for place in places)
-
-    def holds(self, sources, places) -> bool:
-        return all(
-            self.expected.block(BlockId(source)) == self.memory.block(BlockId(place))
-            for source, place in zip(sources, places, strict=True)
-        )
-
-    def has_begun(self, place: int) -> bool:
-        return any(self.memory.block(BlockId(place))[:64])
-
-
-async def shuffled_handoff(owner, decode, name, seed):
-    """A whole hand-off between random blocks; checks every byte."""
-    rng = random.Random(seed)
-    sources, places = rng.sample(range(NUM_BLOCKS), 20), rng.sample(range(NUM_BLOCKS), 20)
-    key = decode.key(owner, name)
-    await owner.offer(key, decode.me, [sources[:1], sources[1:8], sources[8:]])
-    landed = await decode.incoming(owner, key, places).pull()
-    assert landed.first.token_id == 7
-    assert decode.holds(sources, places)
 
 
 async def test_blocks_arrive_whole_and_the_owner_may_free_them(kind):

@@ -1,0 +1,299 @@
+"""Both ends of a transfer as processes of their own, or the reading one in the test's process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kv_transfer.geometry import BlockId
+from kv_transfer.handoff import PeerInfo, TransferKey
+from kv_transfer.receiver import IncomingTransfer, KVReceiver
+from kv_transfer.transports.stream_server import StreamTimings
+from tests.fakes.block_memory import ByteMemory, peer_info
+from tests.fakes.stream_kinds import StreamKind
+
+NUM_BLOCKS = 64
+SEED = 1
+MARK = 0x77
+QUICK = StreamTimings(connect_s=2.0, silence_s=0.8)
+
+_FOLDER = Path(__file__).parent
+
+
+class LineProcess:
+    """Another process that carries out lines of JSON and reports in lines of JSON."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.process = process
+        self._stdin, self._stdout = process.stdin, process.stdout
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._listening = asyncio.create_task(self._listen())
+
+    async def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Have a command carried out; its answer."""
+        number = len(self._answers)
+        self._answers[number] = asyncio.get_running_loop().create_future()
+        line = json.dumps({"id": number, "do": do, "with": arguments}) + "\n"
+        self._stdin.write(line.encode())
+        async with asyncio.timeout(20):
+            return await self._answers[number]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self.process.send_signal(number)
+
+    async def close(self) -> None:
+        """Let it end; it may be stopped or dead."""
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGCONT)
+        self._stdin.close()
+        async with asyncio.timeout(20):
+            await self.process.wait()
+            await self._listening
+
+    def report(self, message: dict[str, Any]) -> None:
+        """What it says unasked."""
+        raise NotImplementedError
+
+    async def _listen(self) -> None:
+        while line := await self._stdout.readline():
+            message = json.loads(line)
+            if "id" in message:
+                self._answers[message.pop("id")].set_result(message)
+            else:
+                self.report(message)
+
+
+class OwnerProcess(LineProcess):
+    """The process that grants blocks: `kv_owner.py`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, info: PeerInfo) -> None:
+        super().__init__(process)
+        self.info = info
+        self.ended: dict[str, list[str]] = {}
+        """By transfer, why it ended."""
+
+    def report(self, message: dict[str, Any]) -> None:
+        self.ended.setdefault(message["ended"], []).append(message["reason"])
+
+    async def offer(self, key: TransferKey, me: PeerInfo, grants: Sequence[list[int]]) -> None:
+        """Open a transfer and grant lists of blocks; an empty list at the end keeps it open."""
+        await self.ask("offer", key=asdict(key), decode=asdict(me))
+        start = 0
+        for number, block_ids in enumerate(grants):
+            is_last = number == len(grants) - 1 and bool(block_ids)
+            if block_ids:
+                await self.grant(key, start, block_ids, is_last=is_last)
+            start += len(block_ids)
+
+    async def grant(
+        self, key: TransferKey, start: int, block_ids: list[int], *, is_last: bool
+    ) -> None:
+        """Grant blocks of one token, logical block `start` first."""
+        token_id = 7 if is_last else None
+        await self.ask(
+            "grant", key=asdict(key), start=start, block_ids=block_ids, token_id=token_id
+        )
+
+
+class ReaderProcess(LineProcess):
+    """The process that pulls: `kv_reader.py`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, info: PeerInfo) -> None:
+        super().__init__(process)
+        self.info = info
+        self.outcomes: dict[str, str] = {}
+        """By transfer, how its pull ended: `landed`, or the error's type."""
+
+    def report(self, message: dict[str, Any]) -> None:
+        self.outcomes[message["pulled"]] = message["outcome"]
+
+    async def pull(self, owner: PeerInfo, key: TransferKey, places: list[int]) -> None:
+        """Begin to pull."""
+        await self.ask("pull", peer=asdict(owner), key=asdict(key), places=places)
+
+    async def has_begun(self, place: int) -> None:
+        """Return once something has landed there."""
+        async with asyncio.timeout(20):
+            while not (await self.ask("begun", place=place))["begun"]:
+                pass
+
+
+class Decode:
+    """The receiving worker in the test's process."""
+
+    def __init__(
+        self,
+        kind: StreamKind,
+        bytes_per_block: int,
+        *,
+        num_blocks: int = NUM_BLOCKS,
+        lease_s: float = 5.0,
+    ) -> None:
+        self.memory = ByteMemory(num_blocks, bytes_per_block)
+        self.expected = ByteMemory(NUM_BLOCKS, bytes_per_block)
+        self.expected.fill(SEED)
+        self.me = worker("d", bytes_per_block)
+        self.receiver = KVReceiver(
+            memory=self.memory,
+            me=self.me,
+            transports=[kind.transport(timings=QUICK)],
+            lease_s=lease_s,
+        )
+
+    async def __aenter__(self) -> Decode:
+        await self.receiver.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.receiver.close()
+
+    def key(self, owner: OwnerProcess, transfer_id: str) -> TransferKey:
+        """The key of a first attempt."""
+        return key_of(owner.info, self.me, transfer_id)
+
+    def incoming(
+        self,
+        owner: OwnerProcess,
+        key: TransferKey,
+        places: Iterable[int],
+        deadline_s: float = 30.0,
+    ) -> IncomingTransfer:
+        """The receiver's handle on a transfer of blocks of one token."""
+        block_ids = [BlockId(place) for place in places]
+        return self.receiver.transfer(owner.info, key, block_ids, len(block_ids), deadline_s)
+
+    def mark(self, places: Iterable[int]) -> None:
+        """The destination blocks get another owner, who writes into them."""
+        for place in places:
+            self.memory.block(BlockId(place))[:] = bytes([MARK]) * self.memory.bytes_per_block
+
+    def is_marked(self, places: Iterable[int]) -> bool:
+        """Whether nobody else has written to them since."""
+        mark = bytes([MARK]) * self.memory.bytes_per_block
+        return all(self.memory.block(BlockId(place)) == mark for place in places)
+
+    def holds(self, sources: Iterable[int], places: Iterable[int]) -> bool:
+        """Whether the blocks are the owner's, byte for byte."""
+        return all(
+            self.expected.block(BlockId(source)) == self.memory.block(BlockId(place))
+            for source, place in zip(sources, places, strict=True)
+        )
+
+    def has_begun(self, place: int) -> bool:
+        """Whether anything has landed there."""
+        return any(self.memory.block(BlockId(place))[:64])
+
+
+def worker(name: str, bytes_per_block: int, incarnation: str | None = None) -> PeerInfo:
+    """A worker with blocks of one token."""
+    return peer_info(
+        name,
+        incarnation or f"{name}-1",
+        bytes_per_block=bytes_per_block,
+        block_size=1,
+        max_model_len=NUM_BLOCKS,
+        pool_tokens=NUM_BLOCKS,
+    )
+
+
+def key_of(owner: PeerInfo, reader: PeerInfo, transfer_id: str) -> TransferKey:
+    """The key of a first attempt."""
+    return TransferKey(
+        transfer_id=transfer_id,
+        epoch=0,
+        prefill_incarnation=owner.incarnation,
+        decode_incarnation=reader.incarnation,
+    )
+
+
+@asynccontextmanager
+async def owner_process(
+    kind: StreamKind,
+    bytes_per_block: int,
+    *,
+    lease_s: float = 5.0,
+    name: str = "p",
+    incarnation: str | None = None,
+) -> AsyncIterator[OwnerProcess]:
+    """A process that grants blocks, with the bytes of `SEED`."""
+    arguments = {
+        "num_blocks": NUM_BLOCKS,
+        "bytes_per_block": bytes_per_block,
+        "seed": SEED,
+        "lease_s": lease_s,
+        "transport": kind.name,
+        "me": asdict(worker(name, bytes_per_block, incarnation)),
+    }
+    process, first = await _start("kv_owner.py", arguments)
+    peer = first["peer"]
+    peer["endpoints"] = tuple(tuple(endpoint) for endpoint in peer["endpoints"])
+    owner = OwnerProcess(process, PeerInfo(**peer))
+    try:
+        yield owner
+    finally:
+        await owner.close()
+
+
+@asynccontextmanager
+async def reader_process(
+    kind: StreamKind, bytes_per_block: int, *, lease_s: float = 5.0
+) -> AsyncIterator[ReaderProcess]:
+    """A process that pulls blocks."""
+    me = worker("d", bytes_per_block)
+    arguments = {
+        "num_blocks": NUM_BLOCKS,
+        "bytes_per_block": bytes_per_block,
+        "lease_s": lease_s,
+        "silence_s": QUICK.silence_s,
+        "transport": kind.name,
+        "me": asdict(me),
+    }
+    process, _ = await _start("kv_reader.py", arguments)
+    reader = ReaderProcess(process, me)
+    try:
+        yield reader
+    finally:
+        await reader.close()
+
+
+async def shuffled_handoff(owner: OwnerProcess, decode: Decode, name: str, seed: int) -> None:
+    """A whole hand-off between random blocks; checks every byte."""
+    rng = random.Random(seed)
+    sources, places = rng.sample(range(NUM_BLOCKS), 20), rng.sample(range(NUM_BLOCKS), 20)
+    key = decode.key(owner, name)
+    await owner.offer(key, decode.me, [sources[:1], sources[1:8], sources[8:]])
+    landed = await decode.incoming(owner, key, places).pull()
+    assert landed.first.token_id == 7
+    assert decode.holds(sources, places)
+
+
+async def _start(
+    program: str, arguments: dict[str, Any]
+) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
+    """A started process and its first line."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(_FOLDER / program),
+        json.dumps(arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    return process, json.loads(await process.stdout.readline())

@@ -1,0 +1,275 @@
+"""Either process of a transfer is killed or stopped, in each state of the transfer.
+
+Whoever is left ends the transfer by itself, uses nothing of it, holds nothing for it, and serves
+others. What a stopped process does when it goes on changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+
+import psutil
+import pytest
+
+from kv_transfer.handoff import PeerInfo
+from kv_transfer.receiver import IncomingTransfer
+from kv_transfer.transport import CorruptTransferError, PeerLostError
+from kv_transfer.transports import wire
+from kv_transfer.transports.wire import FrameType
+from tests.fakes.kv_processes import (
+    NUM_BLOCKS,
+    Decode,
+    OwnerProcess,
+    ReaderProcess,
+    key_of,
+    owner_process,
+    reader_process,
+    shuffled_handoff,
+)
+from tests.fakes.stream_kinds import SHM, STREAM_KINDS, StreamKind
+from tests.fakes.stream_proxy import Damage, stream_proxy
+from tests.fakes.until import until
+
+SIZE = 4096
+VERDICT = wire.MAGIC + bytes([wire.WIRE_VERSION, FrameType.VERDICT])
+"""How the frame begins that says VALID."""
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+BLOCKS = list(range(8))
+
+
+@pytest.fixture(params=STREAM_KINDS, ids=lambda kind: kind.name)
+def kind(request):
+    return request.param
+
+
+def through(owner: PeerInfo, kind: StreamKind, address: str) -> PeerInfo:
+    """The same worker, as it is reached at another address."""
+    return replace(owner, endpoints=((kind.name, address),))
+
+
+# -- the process that is read from ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A transfer that has been brought to a state."""
+
+    transfer: IncomingTransfer
+    pulling: asyncio.Task[object]
+
+
+async def begin(owner: OwnerProcess, decode: Decode, grants: list[list[int]]) -> Reading:
+    key = decode.key(owner, "t")
+    await owner.offer(key, decode.me, grants)
+    transfer = decode.incoming(owner, key, BLOCKS)
+    return Reading(transfer=transfer, pulling=asyncio.create_task(transfer.pull()))
+
+
+async def while_connecting(kind, owner, decode, number) -> Reading:
+    """It is asked when it can answer no more."""
+    key = decode.key(owner, "t")
+    await owner.offer(key, decode.me, [BLOCKS])
+    owner.signal(number)
+    if number is KILL:
+        await owner.process.wait()
+    transfer = decode.incoming(owner, key, BLOCKS)
+    return Reading(transfer=transfer, pulling=asyncio.create_task(transfer.pull()))
+
+
+async def between_grants(kind, owner, decode, number) -> Reading:
+    """What was granted has landed; it computes the rest."""
+    reading = await begin(owner, decode, [BLOCKS[:4], []])
+    await until(lambda: decode.holds(BLOCKS[:4], BLOCKS[:4]))
+    owner.signal(number)
+    return reading
+
+
+async def before_the_verdict(kind, owner, decode, number) -> Reading:
+    """It has confirmed and forgotten; that has not arrived."""
+    async with stream_proxy(kind, owner.info.endpoint(kind.name), Damage.STALL, [VERDICT]) as (
+        address,
+        proxy,
+    ):
+        owner.info = through(owner.info, kind, address)
+        reading = await begin(owner, decode, [BLOCKS])
+        await proxy.damaged.wait()
+        owner.signal(number)
+        await asyncio.wait({reading.pulling})
+    return reading
+
+
+OWNER_STATES = (while_connecting, between_grants, before_the_verdict)
+
+
+@pytest.mark.parametrize("number", [KILL, STOP], ids=["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("in_state", OWNER_STATES, ids=lambda state: state.__name__)
+async def test_reader_outlives_an_owner(kind, in_state, number):
+    process = psutil.Process()
+    async with Decode(kind, SIZE) as decode, owner_process(kind, SIZE, name="p2") as other:
+        await shuffled_handoff(other, decode, "warm", seed=1)
+        await until(lambda: "warm" in other.ended)
+        gc.collect()
+        before = process.num_fds(), threading.active_count()
+        async with owner_process(kind, SIZE) as owner:
+            reading = await in_state(kind, owner, decode, number)
+            with pytest.raises(PeerLostError):
+                await reading.pulling
+            await reading.transfer.wait_quiesced()
+            decode.mark(BLOCKS)
+            if number is STOP:
+                owner.signal(signal.SIGCONT)
+                await until(lambda: "t" in owner.ended)
+        assert decode.is_marked(BLOCKS)
+        assert decode.receiver.stats().by_outcome == {"landed": 1, "peer_lost": 1}
+        if not (kind is SHM and in_state is before_the_verdict):
+            # There the proxy, in this process, is whom the mapping is bound to.
+            await until(lambda: (process.num_fds(), threading.active_count()) == before)
+        await shuffled_handoff(other, decode, "u", seed=2)
+
+
+async def test_worker_that_comes_back_at_its_address_serves_at_once(kind):
+    """F8, F9: under its name, at its address, as another incarnation."""
+    async with (
+        Decode(kind, SIZE) as decode,
+        owner_process(kind, SIZE) as owner,
+        stream_proxy(kind, owner.info.endpoint(kind.name), Damage.FLIP, []) as (address, proxy),
+    ):
+        first = through(owner.info, kind, address)
+        owner.info = first
+        await shuffled_handoff(owner, decode, "before", seed=1)
+        reading = await begin(owner, decode, [BLOCKS[:4], []])
+        await until(lambda: decode.holds(BLOCKS[:4], BLOCKS[:4]))
+        owner.signal(KILL)
+        with pytest.raises(PeerLostError):
+            await reading.pulling
+        async with owner_process(kind, SIZE, incarnation="p-2") as again:
+            proxy.target = again.info.endpoint(kind.name)
+            again.info = through(again.info, kind, address)
+            for number in range(20):
+                await shuffled_handoff(again, decode, f"u{number}", seed=number)
+            await until(lambda: len(again.ended) == 20)
+        assert decode.receiver.stats().by_outcome == {"landed": 21, "peer_lost": 1}
+
+
+async def test_one_bad_block_of_many_ends_them_all_and_nothing_lands_after(kind):
+    """F7: the others are on their way when it is found."""
+    size = 64 * 1024
+    blocks = list(range(NUM_BLOCKS))
+    async with owner_process(kind, size) as owner, Decode(kind, size) as decode:
+        twentieth = 20 * (size if kind.block_frame is FrameType.DATA else wire.HEADER_BYTES) + 1000
+        async with stream_proxy(kind, owner.info.endpoint(kind.name), Damage.FLIP, [twentieth]) as (
+            address,
+            _,
+        ):
+            owner.info = through(owner.info, kind, address)
+            key = decode.key(owner, "t")
+            await owner.offer(key, decode.me, [blocks])
+            transfer = decode.incoming(owner, key, blocks)
+            with pytest.raises(CorruptTransferError):
+                await transfer.pull()
+            await transfer.wait_quiesced()
+            decode.mark(blocks)
+            await until(lambda: "t" in owner.ended)
+            assert decode.is_marked(blocks)
+            assert decode.receiver.stats().blocks_published == 0
+
+
+# -- the process that reads ----------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def pair(
+    kind: StreamKind, size: int = SIZE, lease_s: float = 5.0
+) -> AsyncIterator[tuple[OwnerProcess, ReaderProcess]]:
+    async with (
+        owner_process(kind, size, lease_s=lease_s) as owner,
+        reader_process(kind, size, lease_s=lease_s) as reader,
+    ):
+        yield owner, reader
+
+
+async def reads_nothing_yet(kind, owner, reader, number) -> None:
+    """It was accepted, and connects no more."""
+    key = key_of(owner.info, reader.info, "t")
+    await owner.offer(key, reader.info, [BLOCKS])
+    reader.signal(number)
+
+
+async def waits_for_grants(kind, owner, reader, number) -> None:
+    """It has read what was granted."""
+    key = key_of(owner.info, reader.info, "t")
+    await owner.offer(key, reader.info, [BLOCKS[:4], []])
+    await reader.pull(owner.info, key, BLOCKS)
+    await reader.has_begun(3)
+    reader.signal(number)
+
+
+async def has_not_confirmed(kind, owner, reader, number) -> None:
+    """The last grant is made when it can take it no more."""
+    await waits_for_grants(kind, owner, reader, number)
+    key = key_of(owner.info, reader.info, "t")
+    await owner.grant(key, 4, BLOCKS[4:], is_last=True)
+
+
+READER_STATES = (reads_nothing_yet, waits_for_grants, has_not_confirmed)
+
+
+@pytest.mark.parametrize("in_state", READER_STATES, ids=lambda state: state.__name__)
+async def test_owner_of_a_killed_reader_holds_nothing(kind, in_state):
+    """At once where there is a connection, by the lease where there was none."""
+    lease_s = 0.5 if in_state is reads_nothing_yet else 500.0
+    async with pair(kind, lease_s=lease_s) as (owner, reader):
+        await in_state(kind, owner, reader, KILL)
+        await until(lambda: "t" in owner.ended)
+        expected = "expired" if in_state is reads_nothing_yet else "peer_lost"
+        assert owner.ended == {"t": [expected]}
+        assert (await owner.ask("stats"))["active"] == 0
+        async with Decode(kind, SIZE) as decode:
+            await shuffled_handoff(owner, decode, "u", seed=2)
+
+
+@pytest.mark.parametrize("in_state", READER_STATES, ids=lambda state: state.__name__)
+async def test_stopped_reader_loses_its_lease_and_uses_nothing_when_it_goes_on(kind, in_state):
+    """F1: its blocks belong to others by then."""
+    async with pair(kind, lease_s=0.5) as (owner, reader):
+        await in_state(kind, owner, reader, STOP)
+        await until(lambda: "t" in owner.ended)
+        assert owner.ended == {"t": ["expired"]}
+        assert (await owner.ask("stats"))["active"] == 0
+        await owner.ask("free", block_ids=BLOCKS)
+        reader.signal(signal.SIGCONT)
+        if in_state is reads_nothing_yet:
+            await reader.pull(owner.info, key_of(owner.info, reader.info, "t"), BLOCKS)
+        await until(lambda: "t" in reader.outcomes)
+        assert reader.outcomes["t"] in ("LeaseLostError", "PeerLostError")
+        assert await reader.ask("stats") == {"active": 0, "published": 0}
+
+
+async def test_reader_killed_before_the_verdict_arrives_leaves_nothing(kind):
+    """The owner has confirmed, and needs no word of it."""
+    async with (
+        pair(kind) as (owner, reader),
+        stream_proxy(kind, owner.info.endpoint(kind.name), Damage.STALL, [VERDICT]) as (
+            address,
+            proxy,
+        ),
+    ):
+        key = key_of(owner.info, reader.info, "t")
+        await owner.offer(key, reader.info, [BLOCKS])
+        await reader.ask(
+            "pull",
+            peer=asdict(through(owner.info, kind, address)),
+            key=asdict(key),
+            places=BLOCKS,
+        )
+        await proxy.damaged.wait()
+        reader.signal(KILL)
+        await reader.process.wait()
+        assert owner.ended == {"t": ["confirmed"]}
+        assert (await owner.ask("stats"))["active"] == 0
