@@ -46,6 +46,21 @@ async def test_an_arena_is_mapped_once_and_until_the_receiver_closes():
     assert arenas_mapped() == 0
 
 
+async def test_sessions_that_meet_a_new_peer_at_once_share_one_mapping():
+    """F12: what is kept of a peer is made once, whoever comes first."""
+    transport = shm_transport()
+    async with kv_link(transport) as link:
+        keys = [link.offer(f"t{number}") for number in range(8)]
+        sessions = await asyncio.gather(
+            *(transport.connect(link.destination, link.peer, key, link.me) for key in keys)
+        )
+        assert arenas_mapped() == 1
+        for session in sessions:
+            await session.close()
+        await transport.close()
+        assert arenas_mapped() == 0
+
+
 async def test_a_worker_that_came_back_is_read_through_a_mapping_of_its_own():
     transport = shm_transport()
     async with kv_link(transport) as link:

@@ -23,9 +23,9 @@ from kv_transfer.transports.frame_socket import FrameSocket
 from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.stream_server import StreamTimings
 from kv_transfer.transports.wire import HEADER_BYTES, FrameType, Identity
-from tests.fakes.block_memory import ByteMemory, peer_info, transfer_key
+from tests.fakes.block_memory import ByteMemory, granted_blocks, peer_info, transfer_key
 from tests.fakes.clock import FakeClock
-from tests.fakes.kv_link import FIRST, PLACES, POISON, kv_link
+from tests.fakes.kv_link import BLOCK_SIZE, FIRST, PLACES, POISON, kv_link
 from tests.fakes.raw_peer import RawPeer
 from tests.fakes.stream_kinds import QUICK, SECRET, SHM, STREAM_KINDS, TCP
 from tests.fakes.stream_proxy import Damage, stream_proxy
@@ -59,6 +59,25 @@ async def test_blocks_over_the_fetch_and_batch_limits_arrive(kind, monkeypatch):
     async with kv_link(kind.transport()) as link:
         await link.incoming(link.offer()).pull()
         assert link.has_arrived()
+
+
+async def test_one_grant_of_a_hundred_thousand_tokens_arrives(kind):
+    """F48: more blocks than fit into one request, and more bytes than the sockets hold."""
+    num_blocks = 100_000 // BLOCK_SIZE
+    async with kv_link(kind.transport(), num_blocks=num_blocks, block_bytes=1024) as link:
+        key = link.open()
+        ids = list(range(num_blocks))
+        blocks = granted_blocks(num_blocks * BLOCK_SIZE, BLOCK_SIZE, ids)
+        assert link.sender.grant(key, blocks, FIRST)
+        places = [BlockId(block_id) for block_id in reversed(ids)]
+        transfer = link.receiver.transfer(
+            link.peer, key, places, num_blocks * BLOCK_SIZE, deadline_s=50.0
+        )
+        assert (await transfer.pull()).num_blocks == num_blocks > wire.MAX_BLOCKS_PER_FETCH
+        assert all(
+            link.source.block(BlockId(block_id)) == link.destination.block(place)
+            for block_id, place in zip(ids, places, strict=True)
+        )
 
 
 async def answered_bytes(kind):

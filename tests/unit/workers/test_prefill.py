@@ -119,7 +119,7 @@ async def in_time(waiting):
 # -- a hand-off that goes well ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 5, 8, 16, 21])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 8, 9, 10, 16, 21])
 async def test_prompt_is_granted_whole_with_its_first_token(num_tokens):
     """Prompts that end with a block, with a chunk, and with neither."""
     prompt = PROMPT[:num_tokens]
@@ -240,6 +240,39 @@ async def test_reader_that_never_comes_loses_its_lease():
         await made.accepted(answers)
         assert await made.outcome(answers) == "expired"
         await made.empty()
+
+
+async def test_pool_that_is_full_of_dead_hand_offs_empties_itself():
+    """F17: nothing new has to come for what is over to be cleared away."""
+    prompts = (LONG, LONG, PROMPT[:16])
+    async with bench(RigConfig(lease_s=0.05)) as made:
+        made.runner.hold()
+        answers = [made.ask(f"t-{i}", prompt=prompt) for i, prompt in enumerate(prompts)]
+        for answer in answers:
+            await made.accepted(answer)
+        assert made.side.pool.num_available == 0
+        made.runner.let_go()
+        assert [await made.outcome(answer) for answer in answers] == ["expired"] * 3
+        await made.empty()
+
+
+async def test_reader_that_leaves_during_the_last_chunk_is_granted_nothing_of_it():
+    """F39: the prompt ends in the step in which its sequence has ended."""
+    prompt = PROMPT[:8]  # one chunk
+    async with bench() as made:
+        made.runner.hold()
+        answers = made.ask(prompt=prompt)
+        transfer = made.incoming(await made.accepted(answers), prompt)
+        pulling = asyncio.create_task(transfer.pull())
+        await until(made.runner.begun.is_set)
+        await until(made.rig.transport.connected.is_set)
+        await answers.aclose()
+        made.runner.let_go()
+        await asyncio.wait({pulling})
+        assert isinstance(pulling.exception(), LeaseLostError)
+        await made.empty()
+        assert made.rig.receiver.stats().digests_checked == 0
+        assert made.worker.stats()[0].finished == 0
 
 
 async def test_reader_that_releases_is_done():

@@ -19,7 +19,7 @@ from workers.engine.events import (
     SequenceReleased,
 )
 from workers.engine.sequence import IllegalTransitionError, SequenceMode, SequenceStatus
-from workers.engine.step import SequenceId
+from workers.engine.step import SequenceId, StepResult
 
 ZERO = SequenceId(0)
 ONE = SequenceId(1)
@@ -40,6 +40,17 @@ def test_prefill_only_reports_chunks_then_the_first_token_and_is_held():
     ]
     assert scheduler.status_of(ZERO) is SequenceStatus.HELD
     assert scheduler.plan(0.0) is None
+
+
+def test_chunk_is_reported_when_its_step_is_over_and_not_before():
+    """F47: what is reported is granted, and may be read at once."""
+    scheduler = make_scheduler(prefill_chunk_tokens=4)
+    scheduler.submit(make_spec(prompt=6, mode=PREFILL_ONLY), 0.0)
+    for result in ({}, {0: 7}):
+        plan = must_plan(scheduler)
+        assert not [kind for kind in kinds(scheduler.take_events()) if kind != "Admitted"]
+        scheduler.commit(StepResult(step_id=plan.step_id, token_ids=result))
+        assert kinds(scheduler.take_events())[0] == "ChunkComputed"
 
 
 def test_held_blocks_are_free_after_release():
