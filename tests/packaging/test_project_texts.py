@@ -1,9 +1,11 @@
-"""The project's texts name things that exist: invariants, their tests, versions, files."""
+"""The project's texts name things that exist: invariants, failures, tests, versions, files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,14 @@ import pytest
 from tests.packaging.checkout import REPOSITORY
 
 TABLE = REPOSITORY / "tests" / "INVARIANTS.md"
+FAILURES = [f"F{number}" for number in range(1, 53)]
 INVARIANT = re.compile(r"\bINV-[A-Z]+(?:-[A-Z]+)*\b")
 REFERENCE = re.compile(r"`((?:[\w.-]+/)+[\w.-]+\.py)(?:::(\w+))?`")
 
 
-def rows(text: str) -> dict[str, str]:
-    """The table's rows by invariant."""
-    lines = (line for line in text.splitlines() if line.startswith("| INV-"))
+def rows(text: str, pattern: str = "INV-") -> dict[str, str]:
+    """The rows by what they are about: the invariants, or what else begins like the pattern."""
+    lines = (line for line in text.splitlines() if re.match(rf"\| {pattern}", line))
     return {line.split("|")[1].strip(): line for line in lines}
 
 
@@ -28,6 +31,21 @@ def broken_references(table: str) -> Iterator[str]:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         if not path.exists() or (name and not re.search(rf"\b(def|class) {name}\b", text)):
             yield match[0]
+
+
+def named_tests(row: str) -> list[str]:
+    """The tests that a row names, as pytest calls them."""
+    return [f"{match[1]}::{match[2]}" for match in REFERENCE.finditer(row) if match[2]]
+
+
+def uncollected(tests: Sequence[str]) -> list[str]:
+    """Those that pytest does not find; what it says, if it says anything else than that."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, *tests], cwd=REPOSITORY, capture_output=True, text=True)
+    if done.returncode == 0:
+        return []
+    missing = re.findall(r"ERROR: not found: (\S+)", done.stderr)
+    return missing or [done.stdout + done.stderr]
 
 
 def mentioned(packages: list[str]) -> dict[str, Path]:
@@ -54,6 +72,31 @@ def test_every_file_and_test_in_the_table_exists():
 )
 def test_a_reference_to_what_is_gone_is_reported(reference):
     assert list(broken_references(f"| INV-X | is so | {reference} |")) == [reference]
+
+
+def test_every_failure_of_the_catalogue_has_tests_or_cannot_occur():
+    table = rows(TABLE.read_text(encoding="utf-8"), r"F\d+ ")
+
+    assert list(table) == FAILURES
+    assert [
+        name for name, row in table.items() if not named_tests(row) and "Cannot occur" not in row
+    ] == []
+
+
+@pytest.mark.timeout(300)
+def test_pytest_collects_every_test_of_the_catalogue():
+    table = rows(TABLE.read_text(encoding="utf-8"), r"F\d+ ")
+
+    assert uncollected(sorted({test for row in table.values() for test in named_tests(row)})) == []
+
+
+@pytest.mark.timeout(300)
+def test_a_test_that_pytest_does_not_collect_is_reported():
+    here = "tests/packaging/test_project_texts.py"
+
+    missing = uncollected([f"{here}::test_gone", f"{here}::test_version_is_in_the_changelog"])
+
+    assert [path.rpartition("/")[2] for path in missing] == ["test_project_texts.py::test_gone"]
 
 
 def test_version_is_in_the_changelog(project):
