@@ -147,6 +147,11 @@ class DecodeSettings(_Group):
     engine: EngineSettings = EngineSettings()
     local_prefill_tokens: Annotated[int, Field(ge=0)] = 128
     """Prompts up to this long are prefilled on decode: a hand-off would cost more than it saves."""
+    placement: Literal["remote", "cost"] = "remote"
+    """Longer ones: remote hands all of them over, cost those that measure cheaper so."""
+    gap_target_s: Seconds | None = None
+    """While streams run, a step takes no more prompt tokens than fit this time, as measured; null:
+    as many as the engine's limits allow."""
     silence_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
     """A decode worker that gives no sign of life for so long loses its requests to another one."""
 

@@ -115,6 +115,10 @@ _WORKERS = (
     _gauge("baton_queue_limit", "Sequences that may wait in the ticket queue."),
     _counter("baton_sequences_ended_total", "Sequences that ended, by outcome.", "outcome"),
     _counter("baton_computed_prompt_tokens_total", "Prompt tokens whose KV was computed here."),
+    _gauge(
+        "baton_prompt_token_seconds",
+        "What a prompt token adds to a step, lately; placement by cost goes by it.",
+    ),
     _counter("baton_output_tokens_total", "Tokens sampled here, or published by a hand-off."),
     _counter(
         "baton_prefix_queried_tokens_total",
@@ -128,8 +132,10 @@ _WORKERS = (
     _counter(
         "baton_prompts_placed_total",
         "Prompts by where they were computed: local, remote, or fallback (here, after a hand-off "
-        "failed).",
+        "failed); and why: alone (no prefill pool), resting (it did not answer lately), short, "
+        "cheaper (by cost), unmeasured (cost is not known yet), setting, failed.",
         "place",
+        "reason",
     ),
     _counter("baton_handoff_failures_total", "Hand-off attempts given up, by error.", "error"),
     _gauge("baton_transfers_active", "Transfers going on now."),

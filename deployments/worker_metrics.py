@@ -9,6 +9,7 @@ from kv_transfer.receiver import ReceiverStats
 from kv_transfer.sender import SenderStats
 from workers.decode import DecodeWorker, HandoffStats
 from workers.engine.loop import EngineStats
+from workers.placement import PLACES
 from workers.prefill import PrefillWorker
 
 
@@ -47,6 +48,8 @@ def _engine(stats: EngineStats) -> Iterator[Sample]:
     for outcome, count in ended.items():
         yield sample("baton_sequences_ended_total", count, outcome=outcome)
     yield sample("baton_computed_prompt_tokens_total", stats.prompt_tokens)
+    if stats.prompt_token_s is not None:
+        yield sample("baton_prompt_token_seconds", stats.prompt_token_s)
     yield sample("baton_output_tokens_total", stats.output_tokens)
     yield sample("baton_prefix_queried_tokens_total", stats.prefix_queried_tokens)
     yield sample("baton_prefix_hit_tokens_total", stats.prefix_hit_tokens)
@@ -90,12 +93,10 @@ def _bytes(direction: str, by_transport: Mapping[str, int]) -> Iterator[Sample]:
 
 
 def _handoff(stats: HandoffStats) -> Iterator[Sample]:
-    places = {
-        "local": stats.local_prompts,
-        "remote": stats.remote_prompts,
-        "fallback": stats.fallback_prompts,
-    }
-    for place, count in places.items():
-        yield sample("baton_prompts_placed_total", count, place=place)
+    for place, reasons in PLACES.items():
+        for reason in reasons:
+            count = stats.prompts.get((place, reason), 0)
+            labels = {"place": place, "reason": reason.value}
+            yield sample("baton_prompts_placed_total", count, **labels)
     for error, count in stats.failures.items():
         yield sample("baton_handoff_failures_total", count, error=error)

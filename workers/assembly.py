@@ -117,7 +117,9 @@ def build_decode_worker(
     security = None
     if prefill is not None:
         security = _link_security(settings.transfer, secret)
-    engine, memory = _build_engine(site, site.plan.decode, settings, region=None)
+    engine, memory = _build_engine(
+        site, site.plan.decode, settings, region=None, gap_target_s=settings.decode.gap_target_s
+    )
     me = _peer_info(site.plan, site.plan.decode, worker_id)
     receiver = None
     if security is not None:
@@ -132,6 +134,7 @@ def build_decode_worker(
         me=me,
         config=DecodeConfig(
             local_prefill_tokens=settings.decode.local_prefill_tokens,
+            is_placed_by_cost=settings.decode.placement == "cost",
             transfer_deadline_s=settings.transfer.deadline_s,
         ),
         receiver=receiver,
@@ -140,7 +143,11 @@ def build_decode_worker(
 
 
 def _build_engine(
-    site: Site, worker: WorkerPlan, settings: Settings, region: SharedRegion | None
+    site: Site,
+    worker: WorkerPlan,
+    settings: Settings,
+    region: SharedRegion | None,
+    gap_target_s: float | None = None,
 ) -> tuple[Engine, KVCache]:
     runner, memory = build_runner(
         site.model_path,
@@ -165,6 +172,7 @@ def _build_engine(
         step_tokens=worker.step_tokens,
         prefill_chunk_tokens=worker.prefill_chunk_tokens,
         queue_limit=worker.queue_limit,
+        gap_target_s=gap_target_s,
     )
     scheduler = Scheduler(
         pool, config, _prefix_scope(site, settings), groups=site.plan.layout.groups

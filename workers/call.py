@@ -26,6 +26,7 @@ from workers.messages import (
     TokenFrame,
 )
 from workers.outbox import Outbox
+from workers.placement import Reason
 
 __all__ = ["Call", "failed"]
 
@@ -39,6 +40,8 @@ class Call:
     """On this process's clock."""
     outbox: Outbox = field(default_factory=Outbox)
     sequence_id: SequenceId | None = None
+    reason: Reason = Reason.SETTING
+    """Why the prompt is computed where it is."""
     prefilled_by: str = ""
     driver: asyncio.Task[None] | None = None
     """What brings the prompt home; None where it was never to be computed elsewhere."""

@@ -35,6 +35,16 @@ from workers.messages import (
     WorkerLoad,
     deadline_of,
 )
+from workers.placement import (
+    PLACES,
+    Decision,
+    Place,
+    PlacementConfig,
+    PlacementRule,
+    PrefillOutlook,
+    Prompt,
+    Reason,
+)
 
 __all__ = ["DecodeWorker", "HandoffStats"]
 
@@ -43,14 +53,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffStats:
-    """Where prompts were computed, and why a hand-off was given up."""
+    """Where prompts were computed and why, and why a hand-off was given up."""
 
-    local_prompts: int
-    remote_prompts: int
-    fallback_prompts: int
+    prompts: Mapping[tuple[Place, Reason], int]
     active: int
     """Hand-offs under way, fences that are waited for included."""
     failures: Mapping[str, int]
+
+    def placed(self, place: Place) -> int:
+        """Prompts that were computed there, for any reason."""
+        return sum(self.prompts.get((place, reason), 0) for reason in PLACES[place])
 
 
 class DecodeWorker:
@@ -72,6 +84,14 @@ class DecodeWorker:
         self._config = config
         self._receiver = receiver
         self._clock = clock
+        outlook = PrefillOutlook(block_size=me.block_size)
+        self._rule = PlacementRule(
+            PlacementConfig(
+                local_prefill_tokens=config.local_prefill_tokens,
+                is_by_cost=config.is_placed_by_cost,
+            ),
+            outlook,
+        )
         self._handoffs: Handoffs | None = None
         if receiver is not None and prefill is not None:
             self._handoffs = Handoffs(
@@ -80,6 +100,7 @@ class DecodeWorker:
                 config=config,
                 receiver=receiver,
                 prefill=prefill,
+                outlook=outlook,
                 clock=clock,
                 on_published=self._on_published,
             )
@@ -88,7 +109,7 @@ class DecodeWorker:
         self._beating: asyncio.Task[None] | None = None
         self._is_draining = False
         self._all_served = asyncio.Event()
-        self._placed: Counter[str] = Counter()
+        self._placed: Counter[tuple[Place, Reason]] = Counter()
 
     @property
     def me(self) -> PeerInfo:
@@ -129,9 +150,7 @@ class DecodeWorker:
         """What `/metrics` shows of this worker."""
         receiver = self._receiver.stats() if self._receiver is not None else None
         handoff = HandoffStats(
-            local_prompts=self._placed["local"],
-            remote_prompts=self._placed["remote"],
-            fallback_prompts=self._placed["fallback"],
+            prompts=dict(self._placed),
             active=len(self._drivers),
             failures=self._handoffs.failures if self._handoffs is not None else {},
         )
@@ -186,7 +205,7 @@ class DecodeWorker:
         request = call.request
         if self._is_draining:
             raise WorkerStoppingError("the worker is draining: it takes no new requests")
-        handoffs = self._handoffs_for(len(call.token_ids))
+        handoffs = self._handoffs_for(call)
         call.sequence_id = self._engine.submit(
             prompt_token_ids=call.token_ids,
             sampling=request.sampling,
@@ -202,15 +221,20 @@ class DecodeWorker:
             self._drivers.add(call.driver)
             call.driver.add_done_callback(lambda driver: self._on_handoff_ended(call, driver))
         else:
-            self._placed["local"] += 1
+            self._placed["local", call.reason] += 1
             call.prefilled_by = self._me.worker_id
 
-    def _handoffs_for(self, num_prompt_tokens: int) -> Handoffs | None:
+    def _handoffs_for(self, call: Call) -> Handoffs | None:
         """What may bring a prompt home; None if it is computed here whatever is found of it."""
-        handoffs = self._handoffs
-        if handoffs is None or handoffs.is_resting:
-            return None
-        return handoffs if num_prompt_tokens > self._config.local_prefill_tokens else None
+        if self._handoffs is None:
+            call.reason = Reason.ALONE
+        elif self._handoffs.is_resting:
+            call.reason = Reason.RESTING
+        elif len(call.token_ids) <= self._config.local_prefill_tokens:
+            call.reason = Reason.SHORT
+        else:
+            return self._handoffs
+        return None
 
     def _on_engine_event(self, call: Call, event: Event) -> None:
         if isinstance(event, TERMINAL_EVENTS) and call.driver is not None:
@@ -226,8 +250,9 @@ class DecodeWorker:
         """Get the prompt's KV from a prefill worker, or compute it here; never neither."""
         try:
             admitted = await call.admitted
-            num_missing = len(call.token_ids) - admitted.num_hit_tokens
-            if num_missing <= self._config.local_prefill_tokens:
+            decision = self._decide(call, admitted)
+            call.reason = decision.reason
+            if decision.is_here:
                 self._prefill_here(call, "local")
                 return
             is_published = await handoffs.bring(call, admitted)
@@ -237,16 +262,22 @@ class DecodeWorker:
             self._engine.cancel(call.number)
             return
         if not is_published:
+            call.reason = Reason.FAILED
             self._prefill_here(call, "fallback")
 
-    def _prefill_here(self, call: Call, place: str) -> None:
+    def _decide(self, call: Call, admitted: Admitted) -> Decision:
+        num_tokens = len(call.token_ids)
+        prompt = Prompt(num_tokens=num_tokens, num_missing=num_tokens - admitted.num_hit_tokens)
+        return self._rule.decide(prompt, self._engine.load(), self._clock())
+
+    def _prefill_here(self, call: Call, place: Place) -> None:
         """Compute what is missing of the prompt on this worker."""
-        self._placed[place] += 1
+        self._placed[place, call.reason] += 1
         call.prefilled_by = self._me.worker_id
         self._engine.prefill_here(call.number)
 
     def _on_published(self, call: Call) -> None:
-        self._placed["remote"] += 1
+        self._placed["remote", call.reason] += 1
 
     def _on_handoff_ended(self, call: Call, driver: asyncio.Task[None]) -> None:
         """Give the engine the word that an ended sequence's blocks wait for.

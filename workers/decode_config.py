@@ -12,8 +12,10 @@ class DecodeConfig:
     """When a prompt is computed elsewhere, and how long decode waits for it."""
 
     local_prefill_tokens: int
-    """Prompts up to this length are prefilled here: moving them costs more than computing them."""
+    """Prompts of which no more is missing are prefilled here: moving costs more than computing."""
     transfer_deadline_s: float
+    is_placed_by_cost: bool = False
+    """Whether measured costs decide above that, rather than all being handed over."""
     accept_timeout_s: float = 2.0
     """Until a prefill worker answers at all; after that decode goes on without."""
     attempts: int = 2

@@ -27,10 +27,12 @@ from workers.engine.loop import Engine
 from workers.messages import (
     GenerateRequest,
     PrefillAccepted,
+    PrefillEnded,
     PrefillEvent,
     PrefillRefused,
     PrefillRequest,
 )
+from workers.placement import PrefillOutlook, Prompt
 
 __all__ = ["HandoffRefusedError", "Handoffs", "PrefillService"]
 
@@ -62,15 +64,20 @@ class Handoffs:
         config: DecodeConfig,
         receiver: KVReceiver,
         prefill: PrefillService,
+        outlook: PrefillOutlook,
         clock: Clock,
         on_published: Callable[[Call], None],
     ) -> None:
-        """`on_published` is told of each prompt that is here, confirmed, and decodes."""
+        """`on_published` is told of each prompt that is here, confirmed, and decodes.
+
+        `outlook` is told what hand-offs show of the prefill pool.
+        """
         self._engine = engine
         self._me = me
         self._config = config
         self._receiver = receiver
         self._prefill = prefill
+        self._outlook = outlook
         self._clock = clock
         self._on_published = on_published
         self._rest_until = 0.0
@@ -111,27 +118,53 @@ class Handoffs:
 
         The prefix hit is here already: only what is behind it is granted, fetched and covered.
         """
-        request = call.request
         block_size = self._me.block_size
         skip_blocks = admitted.num_hit_tokens // block_size
         end = ceil_div(len(call.token_ids), block_size)
         missing = _missing(admitted, skip_blocks, end)
-        answers = self._prefill.prefill(
-            PrefillRequest(
-                request_id=request.request_id,
-                transfer_id=uuid.uuid4().hex,
-                epoch=epoch,
-                decode=self._me,
-                prompt_token_ids=call.token_ids,
-                sampling=request.sampling,
-                timeout_s=self._time_left(call),
-                skip_blocks=skip_blocks,
-                cache_salt=request.cache_salt,
-                num_resumed=len(request.resumed_token_ids),
-            )
+        asked_at = self._clock()
+        answers = self._prefill.prefill(self._request_of(call, epoch, skip_blocks))
+        try:
+            accepted = await self._ask(call, answers)
+            accept_s = self._clock() - asked_at
+            landed = await self._pull(call, accepted, missing)
+            self._learn(call, admitted, landed, accept_s=accept_s)
+            self._publish(call, landed)
+            ended = await _read_to_end(answers)
+            if ended is not None:
+                self._outlook.heard(accepted.peer.worker_id, ended.load, self._clock())
+        finally:
+            await _close(answers)
+
+    def _request_of(self, call: Call, epoch: int, skip_blocks: int) -> PrefillRequest:
+        request = call.request
+        return PrefillRequest(
+            request_id=request.request_id,
+            transfer_id=uuid.uuid4().hex,
+            epoch=epoch,
+            decode=self._me,
+            prompt_token_ids=call.token_ids,
+            sampling=request.sampling,
+            timeout_s=self._time_left(call),
+            skip_blocks=skip_blocks,
+            cache_salt=request.cache_salt,
+            num_resumed=len(request.resumed_token_ids),
         )
+
+    async def _ask(self, call: Call, answers: AsyncIterator[PrefillEvent]) -> PrefillAccepted:
+        """Have the prompt accepted, which is on its way until then."""
+        num_tokens = len(call.token_ids)
+        self._outlook.asked(num_tokens)
         try:
             accepted = await self._await_acceptance(answers)
+        finally:
+            self._outlook.answered(num_tokens)
+        self._outlook.heard(accepted.peer.worker_id, accepted.load, self._clock())
+        return accepted
+
+    async def _pull(self, call: Call, accepted: PrefillAccepted, missing: _Missing) -> Landed:
+        """Everything that is missing, from the worker that accepted."""
+        try:
             transfer = self._receiver.transfer(
                 peer=accepted.peer,
                 key=accepted.key,
@@ -141,12 +174,19 @@ class Handoffs:
                 first_blocks=missing.first_blocks,
             )
             landed = await self._land(call, transfer)
-            _check_logprobs(request, landed)
-            call.prefilled_by = accepted.peer.worker_id
-            self._publish(call, landed)
-            await _read_to_end(answers)
-        finally:
-            await _close(answers)
+            _check_logprobs(call.request, landed)
+        except TransferError:
+            self._outlook.lost(accepted.peer.worker_id)
+            raise
+        call.prefilled_by = accepted.peer.worker_id
+        return landed
+
+    def _learn(self, call: Call, admitted: Admitted, landed: Landed, *, accept_s: float) -> None:
+        num_tokens = len(call.token_ids)
+        prompt = Prompt(num_tokens=num_tokens, num_missing=num_tokens - admitted.num_hit_tokens)
+        self._outlook.landed(
+            prompt, num_found=landed.first.num_hit_tokens, added_s=accept_s + landed.wait_s
+        )
 
     def _publish(self, call: Call, landed: Landed) -> None:
         """Let the sequence decode: everything of its prompt is here, confirmed."""
@@ -254,12 +294,14 @@ async def _finish_despite_cancel(waiting: Coroutine[object, object, None]) -> No
         raise interruption
 
 
-async def _read_to_end(answers: AsyncIterator[PrefillEvent]) -> None:
+async def _read_to_end(answers: AsyncIterator[PrefillEvent]) -> PrefillEnded | None:
     """Let a call that has served its purpose end by itself: it is not to count as cancelled."""
+    ended = None
     with contextlib.suppress(TimeoutError, TransferError):
         async with asyncio.timeout(_LAST_ANSWER_TIMEOUT_S):
-            async for _ in answers:
-                pass
+            async for answer in answers:
+                ended = answer if isinstance(answer, PrefillEnded) else None
+    return ended
 
 
 async def _close(answers: AsyncIterator[PrefillEvent]) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "PrefillAccepted",
     "PrefillEnded",
     "PrefillEvent",
+    "PrefillLoad",
     "PrefillRefused",
     "PrefillRequest",
     "PromptFrame",
@@ -170,11 +171,23 @@ class PrefillRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillLoad:
+    """How busy and how fast a prefill worker is."""
+
+    queued_tokens: int
+    """Prompt tokens that it has yet to compute."""
+    prompt_token_s: float | None
+    """Seconds that each takes, lately; None before the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillAccepted:
     """The first answer: the lease runs from here on; grants come over the link to `peer`."""
 
     key: TransferKey
     peer: PeerInfo
+    load: PrefillLoad
+    """This prompt included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +197,7 @@ class PrefillEnded:
     key: TransferKey
     outcome: str
     """A `ReleaseReason` value, or the failure in words."""
+    load: PrefillLoad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ from workers.messages import (
     PrefillAccepted,
     PrefillEnded,
     PrefillEvent,
+    PrefillLoad,
     PrefillRefused,
     PrefillRequest,
     deadline_of,
@@ -145,12 +146,17 @@ class PrefillWorker:
             yield PrefillRefused(code=failure_code_of(error), message=str(error))
             return
         try:
-            yield PrefillAccepted(key=key, peer=self.me)
+            yield PrefillAccepted(key=key, peer=self.me, load=self._load())
             reason = await job.ended
-            yield PrefillEnded(key=key, outcome=job.failure or reason.value)
+            outcome = job.failure or reason.value
+            yield PrefillEnded(key=key, outcome=outcome, load=self._load())
         finally:
             if key in self._jobs:
                 self._sender.revoke(key, "the decode worker gave the request up")
+
+    def _load(self) -> PrefillLoad:
+        load = self._engine.load()
+        return PrefillLoad(queued_tokens=load.queued_tokens, prompt_token_s=load.prompt_token_s)
 
     def _open(self, key: TransferKey, request: PrefillRequest) -> _Job:
         """Start the lease and queue the prompt; on failure neither is left behind."""

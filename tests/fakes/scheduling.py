@@ -30,6 +30,7 @@ def make_scheduler(
     scope: PrefixScope | None = None,
     scored_tokens: int = 128,
     windows: Windows = (None,),
+    gap_target_s: float | None = None,
 ) -> Scheduler:
     """A scheduler small enough to reach its limits in a few calls; a scope turns hits on."""
     groups = tuple(KVGroup(layers=(i,), sliding_window=w) for i, w in enumerate(windows))
@@ -53,6 +54,7 @@ def make_scheduler(
         queue_limit=queue_limit,
         aging_s=aging_s,
         scored_tokens=scored_tokens,
+        gap_target_s=gap_target_s,
     )
     return Scheduler(pool, config, scope, groups=groups)
 

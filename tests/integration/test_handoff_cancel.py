@@ -208,4 +208,4 @@ async def test_callers_that_leave_at_any_moment_leave_nothing(seed):
             for number in range(len(prompts)):
                 calls.create_task(call(rig, number))
         await rig.settled()
-        assert rig.decode.stats()[2].remote_prompts > 0
+        assert rig.decode.stats()[2].placed("remote") > 0

@@ -68,7 +68,7 @@ async def test_uneven_pools_serve_every_prompt_right(transport, num_prefill, num
             links = end.receiver.stats().links
             assert set(links) <= set(places)
             assert {choice.transport for choice in links.values()} == {transport.name}
-            assert end.worker.stats()[2].fallback_prompts == 0
+            assert end.worker.stats()[2].placed("fallback") == 0
 
 
 @pytest.mark.parametrize("num_decode", [1, 2])

@@ -137,8 +137,8 @@ class Mode:
 def _all_moved(rig: Rig, watch: Watch) -> bool:
     """Every prompt was computed on a prefill worker, none fell back."""
     handoffs = [end.worker.stats()[2] for end in rig.decode_ends]
-    return all(h.remote_prompts > 0 and not h.fallback_prompts for h in handoffs) and not any(
-        h.local_prompts for h in handoffs
+    return all(h.placed("remote") > 0 and not h.placed("fallback") for h in handoffs) and not any(
+        h.placed("local") for h in handoffs
     )
 
 

@@ -17,6 +17,7 @@ from kv_transfer.geometry import BlockId
 from kv_transfer.logprobs import TokenLogprobs
 from kv_transfer.transport import Clock
 from workers.engine.events import TERMINAL_EVENTS, Event, SequenceFailed
+from workers.engine.pace import Load
 from workers.engine.sampling_params import SamplingParams
 from workers.engine.scheduler import Scheduler
 from workers.engine.sequence import SequenceMode, SequenceSpec, SequenceStatus
@@ -62,6 +63,8 @@ class EngineStats:
     """Sum over all steps of the time that the runner took."""
     prompt_tokens: int
     """Computed here."""
+    prompt_token_s: float | None
+    """Seconds that one of them adds to a step, lately; None before the first."""
     output_tokens: int
     """Sampled here or published."""
     prefix_queried_tokens: int
@@ -204,6 +207,10 @@ class Engine:
         """How often a block was freed; may be called from any thread."""
         return self._scheduler.pool.generations[block_id]
 
+    def load(self) -> Load:
+        """What a prompt that came now would meet."""
+        return self._scheduler.load()
+
     def stats(self) -> EngineStats:
         """A snapshot for metrics and for ranking workers."""
         blocks = self._scheduler.pool.counts()
@@ -225,6 +232,7 @@ class Engine:
             failed_steps=self._failed_steps,
             step_seconds=self._step_seconds,
             prompt_tokens=totals.prompt_tokens,
+            prompt_token_s=self._scheduler.pace.prompt_token_s,
             output_tokens=totals.output_tokens,
             prefix_queried_tokens=totals.queried_tokens,
             prefix_hit_tokens=totals.hit_tokens,
@@ -272,11 +280,13 @@ class Engine:
             await asyncio.wait({future})  # unlike awaiting it, does not raise the runner's error
         finally:
             future.cancel()  # given up by stop(); no effect on one that is done
-        self._step_seconds += self._clock() - started
+        seconds = self._clock() - started
+        self._step_seconds += seconds
         error = future.exception()
         if error is None:
             try:
                 self._scheduler.commit(future.result())
+                self._scheduler.pace.observe(plan, seconds)
                 self._consecutive_failures = 0
             except ValueError as mismatch:
                 error = mismatch

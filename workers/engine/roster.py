@@ -58,6 +58,17 @@ class Roster:
         events, self._events = self._events, []
         return events
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens that are still to be computed here, as far as is known."""
+        waiting = (self.live[ticket.sequence_id] for ticket in self.queue)
+        return sum(
+            sequence.num_prompt_tokens - sequence.num_computed
+            for sequence in (*self.prefilling, *waiting)
+            if sequence.spec.mode is not SequenceMode.AWAIT_KV
+            or sequence.status is SequenceStatus.PREFILLING
+        )
+
     # -- in -------------------------------------------------------------------------------------
 
     def knows(self, sequence_id: SequenceId) -> bool:

@@ -36,6 +36,7 @@ from workers.engine.events import (
     TokensSampled,
 )
 from workers.engine.holdings import Holdings
+from workers.engine.pace import Load, StepPace
 from workers.engine.prefix_cache import CacheEvents, PrefixScope
 from workers.engine.roster import Roster
 from workers.engine.sequence import (
@@ -75,6 +76,9 @@ class SchedulerConfig:
     logits as long as the vocabulary, 80 MB for so many of a large one."""
     aging_s: float = 10.0
     """Seconds of waiting that are worth one level of priority."""
+    gap_target_s: float | None = None
+    """While sequences decode, a step takes no more prompt tokens than fit this time, as measured,
+    but a block of them at least. None: as many as the other limits allow."""
 
     def __post_init__(self) -> None:
         sizes = (
@@ -93,6 +97,8 @@ class SchedulerConfig:
             )
         if self.queue_limit < 0 or self.aging_s < 0:
             raise ValueError(f"queue_limit and aging_s must not be negative: {self}")
+        if self.gap_target_s is not None and self.gap_target_s <= 0:
+            raise ValueError(f"gap_target_s must be positive: {self}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +142,7 @@ class Scheduler:
         )
         queue = TicketQueue(limit=config.queue_limit, aging_s=config.aging_s)
         self._roster = Roster(self._holdings, queue, max_sequences=config.max_sequences)
+        self._pace = StepPace()
         self._in_flight: StepPlan | None = None
         # Never later than the earliest deadline of a live sequence; may be earlier.
         self._deadline_bound = math.inf
@@ -179,6 +186,22 @@ class Scheduler:
             finished=endings.finished,
             aborted=endings.aborted,
             failed=endings.failed,
+        )
+
+    @property
+    def pace(self) -> StepPace:
+        """How fast steps are, told by who runs them: what `load` and `gap_target_s` go by."""
+        return self._pace
+
+    def load(self) -> Load:
+        """What a prompt that came now would meet."""
+        num_streams = len(self._roster.decoding)
+        return Load(
+            queued_tokens=self._roster.num_queued_tokens,
+            prompt_token_s=self._pace.prompt_token_s,
+            num_streams=num_streams,
+            streams_s=self._pace.streams_s(num_streams),
+            step_tokens=max(1, self._prompt_budget(num_streams)),
         )
 
     def status_of(self, sequence_id: SequenceId) -> SequenceStatus | None:
@@ -332,14 +355,27 @@ class Scheduler:
         for sequence in self._roster.decoding.values():
             self._holdings.move_on(sequence)
         scheduled = [_decode_row(sequence) for sequence in self._roster.decoding.values()]
-        scheduled += self._prompt_chunks(self._config.step_tokens - len(scheduled))
+        num_streams = len(scheduled)
+        scheduled += self._prompt_chunks(self._prompt_budget(num_streams))
         self._roster.admit()  # into what was given up just now
         if not scheduled:
             return None
-        self._in_flight = StepPlan(step_id=self._steps, sequences=tuple(scheduled))
+        self._in_flight = StepPlan(
+            step_id=self._steps, sequences=tuple(scheduled), num_streams=num_streams
+        )
         self._steps += 1
         self._holdings.take_off(entry.sequence_id for entry in scheduled)
         return self._in_flight
+
+    def _prompt_budget(self, num_streams: int) -> int:
+        """Prompt tokens that a step of so many streams may compute."""
+        budget = self._config.step_tokens - num_streams
+        target_s = self._config.gap_target_s
+        if target_s is None or num_streams == 0:
+            return budget
+        fitting = self._pace.prompt_tokens_within(target_s, num_streams)
+        # A block at least: a prompt that waits for streams to end might wait for ever.
+        return budget if fitting is None else min(budget, max(fitting, self.pool.block_size))
 
     def _prompt_chunks(self, budget: int) -> Iterator[ScheduledSequence]:
         """A chunk of each prompt in turn, up to budget tokens, scored ones up to their own."""

@@ -56,6 +56,8 @@ class StepPlan:
 
     step_id: int
     sequences: tuple[ScheduledSequence, ...]
+    num_streams: int = 0
+    """How many of them decode, a row each; the others' rows are prompt tokens."""
 
     @property
     def num_tokens(self) -> int:

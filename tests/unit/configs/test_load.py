@@ -39,14 +39,14 @@ def write(tmp_path: Path) -> WriteFile:
 def test_every_preset_is_described_and_loads() -> None:
     shipped = presets()
 
-    assert [preset.name for preset in shipped] == ["colocated", "local", "split-2p2d"]
+    assert [preset.name for preset in shipped] == ["colocated", "local", "mixed", "split-2p2d"]
     assert all(preset.description for preset in shipped)
     assert all(isinstance(load(preset.name, environ={}), Settings) for preset in shipped)
 
 
 @pytest.mark.parametrize(
     ("preset", "num_prefill", "num_decode"),
-    [("colocated", None, 1), ("local", 1, 1), ("split-2p2d", 2, 2)],
+    [("colocated", None, 1), ("local", 1, 1), ("mixed", 1, 2), ("split-2p2d", 2, 2)],
 )
 def test_presets_have_the_pools_of_their_names(
     preset: str, num_prefill: int | None, num_decode: int
@@ -229,7 +229,7 @@ def test_problem_of_a_default_among_given_values_names_the_group() -> None:
 def test_unknown_preset_is_refused_with_the_known_ones() -> None:
     [problem] = problems_of(preset="lokal")
 
-    assert problem == "There is no preset 'lokal'; there are colocated, local, split-2p2d."
+    assert problem == "There is no preset 'lokal'; there are colocated, local, mixed, split-2p2d."
 
 
 @pytest.mark.parametrize("override", ["http.port", "=1", ".port=1", "http.=1", "a..b=1"])

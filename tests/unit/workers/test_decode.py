@@ -13,9 +13,10 @@ from kv_transfer.transport import Landed, PeerLostError
 from tests.fakes.model_runner import generate
 from tests.fakes.transport import Fault, FaultKind, FaultyTransport
 from tests.fakes.until import until
-from tests.fakes.worker_rig import Client, Rig, RigConfig, generate_request, worker_rig
+from tests.fakes.worker_rig import Client, Rig, RigConfig, Side, generate_request, worker_rig
 from workers.decode_config import DecodeConfig
 from workers.engine.sampling_params import SamplingParams
+from workers.engine.step import ScheduledSequence, SequenceId, StepPlan
 from workers.messages import (
     FailureCode,
     Finished,
@@ -37,6 +38,9 @@ PATIENT = RigConfig(
     decode=DecodeConfig(local_prefill_tokens=3, transfer_deadline_s=99.0, accept_timeout_s=99.0)
 )
 """A hand-off ends by what a test does, never by itself."""
+BY_COST = RigConfig(
+    decode=DecodeConfig(local_prefill_tokens=3, is_placed_by_cost=True, transfer_deadline_s=20.0)
+)
 FOREVER_S = 500.0
 """On the fake clock, which no test moves this far by accident."""
 
@@ -82,7 +86,7 @@ async def test_prompt_is_computed_elsewhere_and_the_rest_here():
         assert end.prefilled_by == "prefill-0"
         assert rig.decode.stats()[0].prompt_tokens == 0
         assert rig.prefill_workers[0].stats()[0].prompt_tokens == len(PROMPT)
-        assert rig.decode.stats()[2].remote_prompts == 1
+        assert rig.decode.stats()[2].placed("remote") == 1
 
 
 async def test_first_token_that_stops_ends_the_request():
@@ -102,7 +106,66 @@ async def test_short_prompt_stays_here():
 
         assert end.prefilled_by == "decode-0"
         assert rig.prefill.requests == []
-        assert rig.decode.stats()[2].local_prompts == 1
+        assert rig.decode.stats()[2].placed("local") == 1
+
+
+def reasons(rig: Rig) -> dict[str, int]:
+    """How often a prompt was placed for which reason."""
+    prompts = rig.decode.stats()[2].prompts
+    return {f"{place} {reason.value}": count for (place, reason), count in prompts.items()}
+
+
+def seem_slow(side: Side) -> None:
+    """Have the engine believe that it takes minutes for a prompt token."""
+    row = ScheduledSequence(
+        sequence_id=SequenceId(0), token_ids=PROMPT, start=0, block_tables=(), sampling=None
+    )
+    side.scheduler.pace.observe(StepPlan(step_id=0, sequences=(row,)), 1000.0)
+
+
+async def test_by_cost_the_first_prompt_measures_the_hand_off_and_the_next_needs_none():
+    async with worker_rig(BY_COST) as rig:
+        first = await assert_served(Client(rig, request_of()))
+        await rig.settled()
+        second = await assert_served(Client(rig, request_of(PROMPT[1:])), PROMPT[1:])
+
+        # The steps of both take no time on the rig's clock, a hand-off does.
+        assert (first.prefilled_by, second.prefilled_by) == ("prefill-0", "decode-0")
+        assert reasons(rig) == {"remote unmeasured": 1, "local cheaper": 1}
+
+
+async def test_by_cost_a_worker_that_is_slow_with_prompts_hands_them_over():
+    async with worker_rig(BY_COST) as rig:
+        seem_slow(rig.side)
+        await assert_served(Client(rig, request_of()))
+        await rig.settled()
+        await assert_served(Client(rig, request_of()))
+
+        assert reasons(rig) == {"remote unmeasured": 1, "remote cheaper": 1}
+
+
+async def test_by_cost_a_failed_hand_off_takes_back_what_was_known():
+    async with worker_rig(BY_COST) as rig:
+        seem_slow(rig.side)
+        await assert_served(Client(rig, request_of()))
+        await rig.settled()
+        rig.generation_shift = 1
+        await assert_served(Client(rig, request_of()))
+        await rig.settled()
+        rig.generation_shift = 0
+        await assert_served(Client(rig, request_of()))
+
+        assert reasons(rig) == {"remote unmeasured": 2, "fallback failed": 1}
+
+
+async def test_every_reason_without_a_choice_is_counted_as_what_it_is():
+    async with worker_rig() as rig:
+        await assert_served(Client(rig, request_of()))
+        await assert_served(Client(rig, request_of(PROMPT[:3])), PROMPT[:3])
+        assert reasons(rig) == {"remote setting": 1, "local short": 1}
+    async with worker_rig(RigConfig(num_prefill=0)) as rig:
+        await assert_served(Client(rig, request_of()))
+        assert reasons(rig) == {"local alone": 1}
 
 
 async def test_colocated_worker_computes_every_prompt():
@@ -271,7 +334,7 @@ async def test_prefill_worker_that_stops_is_replaced():
 async def test_wrong_first_answer_is_not_believed():
     async def end_first(request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
         async for event in rig.prefill_workers[0].prefill(request):
-            yield PrefillEnded(key=event.key, outcome="confirmed")
+            yield PrefillEnded(key=event.key, outcome="confirmed", load=event.load)
 
     async with worker_rig() as rig:
         rig.prefill.script = [end_first]
@@ -295,6 +358,7 @@ async def test_pool_that_does_not_answer_rests():
         end = await assert_served(Client(rig, request_of()))
         assert end.prefilled_by == "decode-0"
         assert len(rig.prefill.requests) == 1
+        assert reasons(rig) == {"fallback failed": 1, "local resting": 1}
 
         rig.clock.advance(rest_s)
         end = await assert_served(Client(rig, request_of()))
@@ -577,7 +641,7 @@ async def test_caller_that_leaves_during_the_fence_ends_the_attempts():
         await rig.settled()
 
         assert len(rig.prefill.requests) == 1
-        assert rig.decode.stats()[2].fallback_prompts == 0
+        assert rig.decode.stats()[2].placed("fallback") == 0
 
 
 class LateFence:

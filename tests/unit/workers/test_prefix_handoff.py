@@ -71,7 +71,7 @@ async def test_hit_on_decode_that_leaves_little_is_finished_there():
         assert computed(rig) == (21, 1)
         assert len(rig.prefill.requests) == 1
         stats = rig.decode.stats()[2]
-        assert (stats.remote_prompts, stats.local_prompts) == (1, 1)
+        assert (stats.placed("remote"), stats.placed("local")) == (1, 1)
 
 
 async def test_hit_on_decode_shortens_the_fetch_and_hit_on_prefill_the_computation():

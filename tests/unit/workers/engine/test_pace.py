@@ -1,0 +1,136 @@
+"""What an engine learns of its own speed, and the prompt tokens that it takes while streams run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fakes.scheduling import BLOCK_SIZE, make_scheduler, make_spec, must_plan, rows, step
+from workers.engine.pace import StepPace
+from workers.engine.sequence import SequenceMode
+from workers.engine.step import ScheduledSequence, SequenceId, StepPlan
+
+
+def plan_of(*, streams: int = 0, prompt: int = 0) -> StepPlan:
+    sizes = [1] * streams + [prompt] * (prompt > 0)
+    entries = tuple(
+        ScheduledSequence(
+            sequence_id=SequenceId(number),
+            token_ids=(0,) * size,
+            start=0,
+            block_tables=(),
+            sampling=None,
+        )
+        for number, size in enumerate(sizes)
+    )
+    return StepPlan(step_id=0, sequences=entries, num_streams=streams)
+
+
+def test_nothing_is_known_before_the_first_step():
+    pace = StepPace()
+    assert pace.prompt_token_s is None
+    assert pace.streams_s(3) == 0.0
+    assert pace.prompt_tokens_within(1.0, 3) is None
+
+
+def test_prompt_alone_costs_what_its_step_took():
+    pace = StepPace()
+    pace.observe(plan_of(prompt=100), 2.0)
+    assert pace.prompt_token_s == pytest.approx(0.02)
+
+
+def test_prompt_beside_streams_costs_what_it_added():
+    pace = StepPace()
+    pace.observe(plan_of(streams=2), 0.5)
+    pace.observe(plan_of(streams=4), 0.7)
+    pace.observe(plan_of(streams=3, prompt=10), 1.6)
+    assert pace.streams_s(4) == pytest.approx(0.7)
+    assert pace.prompt_token_s == pytest.approx(0.1)
+    assert pace.streams_s(0) == 0.0, "nobody waits for a step of nothing"
+
+
+def test_step_that_was_quicker_than_its_streams_alone_adds_nothing():
+    pace = StepPace()
+    pace.observe(plan_of(streams=2), 5.0)
+    pace.observe(plan_of(streams=2, prompt=10), 1.0)
+    assert pace.prompt_token_s == 0.0
+    assert pace.prompt_tokens_within(9.0, 2) is None, "no bound follows from a cost of nothing"
+
+
+def test_tokens_within_a_time_are_those_that_the_streams_leave_room_for():
+    pace = StepPace()
+    pace.observe(plan_of(streams=2), 0.5)
+    pace.observe(plan_of(prompt=10), 1.0)
+    assert pace.prompt_tokens_within(0.86, 2) == 3
+    assert pace.prompt_tokens_within(0.2, 2) == 0
+
+
+# -- the scheduler's use of it --------------------------------------------------------------------
+
+
+def streaming(gap_target_s: float | None):
+    """A scheduler with one stream of 0.5 s a step, prompts at 0.1 s a token, and one waiting."""
+    scheduler = make_scheduler(
+        step_tokens=16, prefill_chunk_tokens=16, gap_target_s=gap_target_s, num_blocks=32
+    )
+    scheduler.submit(make_spec(0, prompt=10, max_tokens=9), 0.0)
+    scheduler.pace.observe(step(scheduler), 1.0)
+    scheduler.pace.observe(step(scheduler), 0.5)
+    scheduler.submit(make_spec(1, prompt=15), 0.0)
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("gap_target_s", "expected"),
+    [(None, 15), (1.25, 7), (99.0, 15), (0.1, BLOCK_SIZE)],
+    ids=["no target", "bounded", "roomy", "a block at least"],
+)
+def test_prompt_tokens_beside_streams_fit_the_gap_target(gap_target_s, expected):
+    scheduler = streaming(gap_target_s)
+    assert scheduler.load().step_tokens == min(15, expected)
+    assert rows(scheduler) == [(0, 11, 1), (1, 0, expected)]
+
+
+def test_no_stream_no_bound():
+    scheduler = make_scheduler(step_tokens=8, prefill_chunk_tokens=8, gap_target_s=0.1)
+    scheduler.submit(make_spec(prompt=16), 0.0)
+    scheduler.pace.observe(step(scheduler), 100.0)
+    assert rows(scheduler) == [(0, 8, 8)]
+
+
+def test_unmeasured_is_no_bound():
+    scheduler = make_scheduler(step_tokens=8, prefill_chunk_tokens=8, gap_target_s=0.1)
+    scheduler.submit(make_spec(0, mode=SequenceMode.AWAIT_KV), 0.0)
+    scheduler.publish(SequenceId(0), 100)
+    scheduler.submit(make_spec(1, prompt=10), 0.0)
+    assert rows(scheduler) == [(0, 4, 1), (1, 0, 7)]
+
+
+def test_gap_target_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="gap_target_s"):
+        make_scheduler(gap_target_s=0.0)
+
+
+def test_plan_says_how_many_of_its_sequences_stream():
+    plan = must_plan(streaming(None))
+    assert (plan.num_streams, plan.num_tokens) == (1, 16)
+
+
+def test_load_counts_the_prompt_tokens_that_are_still_to_be_computed_here():
+    scheduler = make_scheduler(num_blocks=8, step_tokens=4)
+    assert scheduler.load().queued_tokens == 0
+    scheduler.submit(make_spec(0, mode=SequenceMode.AWAIT_KV), 0.0)
+    scheduler.submit(make_spec(1, prompt=10), 0.0)
+    scheduler.submit(make_spec(2, prompt=12, max_tokens=8), 0.0)
+    scheduler.submit(make_spec(3, prompt=9, mode=SequenceMode.AWAIT_KV), 0.0)
+    assert scheduler.num_waiting == 2
+    assert scheduler.load().queued_tokens == 10 + 12
+    step(scheduler)
+    assert scheduler.load().queued_tokens == 6 + 12
+    scheduler.prefill_here(SequenceId(0))
+    assert scheduler.load().queued_tokens == 6 + 12 + 4
+
+
+def test_load_shows_the_streams_and_the_pace():
+    load = streaming(1.25).load()
+    assert (load.num_streams, load.streams_s, load.step_tokens) == (1, 0.5, 7)
+    assert load.prompt_token_s == pytest.approx(0.1)
