@@ -17,6 +17,7 @@ from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from deployments.openai.answer import Usage
+from kv_transfer.durations import HANDOFF_BOUNDS_S
 
 __all__ = [
     "METRICS",
@@ -155,8 +156,16 @@ _WORKERS = (
         "transport",
         "reason",
     ),
-    _counter("baton_transfer_fetch_seconds_total", "Opening a session to VALID, summed."),
-    _counter("baton_transfer_wait_seconds_total", "Last grant to VALID, summed."),
+    _histogram(
+        "baton_handoff_fetch_seconds",
+        "Opening a session to VALID, the prompt's computation included.",
+        HANDOFF_BOUNDS_S,
+    ),
+    _histogram(
+        "baton_handoff_wait_seconds",
+        "Last grant to VALID: what a hand-off adds after the prompt's last chunk.",
+        HANDOFF_BOUNDS_S,
+    ),
     _counter("baton_digests_checked_total", "Blocks that landed and were verified."),
     _counter("baton_confirms_total", "Answers to confirm, by verdict.", "verdict"),
     _gauge("baton_leases_active", "Leases that hold blocks now."),

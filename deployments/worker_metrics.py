@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from prometheus_client.utils import floatToGoString
+
 from deployments.metrics import Sample, sample
+from kv_transfer.durations import DurationCounts
 from kv_transfer.receiver import ReceiverStats
 from kv_transfer.sender import SenderStats
 from workers.decode import DecodeWorker, HandoffStats
@@ -68,9 +71,17 @@ def _receiver(stats: ReceiverStats) -> Iterator[Sample]:
     for peer, choice in stats.links.items():
         labels = {"peer": peer, "transport": choice.transport, "reason": choice.reason.value}
         yield sample("baton_link_info", 1, **labels)
-    yield sample("baton_transfer_fetch_seconds_total", stats.fetch_seconds)
-    yield sample("baton_transfer_wait_seconds_total", stats.wait_seconds)
+    yield from _histogram("baton_handoff_fetch_seconds", stats.fetch)
+    yield from _histogram("baton_handoff_wait_seconds", stats.wait)
     yield sample("baton_digests_checked_total", stats.digests_checked)
+
+
+def _histogram(name: str, durations: DurationCounts) -> Iterator[Sample]:
+    count = 0
+    for bound, count in durations.cumulative():
+        yield sample(f"{name}_bucket", count, le=floatToGoString(bound))
+    yield sample(f"{name}_count", count)
+    yield sample(f"{name}_sum", durations.total_s)
 
 
 def _sender(stats: SenderStats) -> Iterator[Sample]:

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from kv_transfer.compatibility import check_compatible
+from kv_transfer.durations import HANDOFF_BOUNDS_S, DurationCounts, Durations
 from kv_transfer.geometry import BlockId
 from kv_transfer.handoff import PeerInfo, TransferKey
 from kv_transfer.protocol import ReceiverProtocol
@@ -74,10 +75,10 @@ class ReceiverStats:
     """The transport that was last chosen for each peer, by worker id, and why."""
     digests_checked: int
     """Blocks that landed and were verified, those of failed transfers included."""
-    fetch_seconds: float
-    """Sum over landed transfers of `Landed.fetch_s`."""
-    wait_seconds: float
-    """Sum over landed transfers of `Landed.wait_s`."""
+    fetch: DurationCounts
+    """`Landed.fetch_s` of landed transfers."""
+    wait: DurationCounts
+    """`Landed.wait_s` of landed transfers."""
 
 
 class KVReceiver:
@@ -275,8 +276,8 @@ class _Ledger:
         self._blocks_published = 0
         self._bytes_published = dict.fromkeys(transports, 0)
         self._digests_checked = 0
-        self._fetch_seconds = 0.0
-        self._wait_seconds = 0.0
+        self._fetch = Durations(HANDOFF_BOUNDS_S)
+        self._wait = Durations(HANDOFF_BOUNDS_S)
 
     def begin(self, task: asyncio.Task[Landed], give_up: Callable[[], None]) -> None:
         self._running[task] = give_up
@@ -296,8 +297,8 @@ class _Ledger:
         self._by_outcome["landed"] += 1
         self._blocks_published += landed.num_blocks
         self._bytes_published[landed.transport] += landed.num_bytes
-        self._fetch_seconds += landed.fetch_s
-        self._wait_seconds += landed.wait_s
+        self._fetch.observe(landed.fetch_s)
+        self._wait.observe(landed.wait_s)
 
     async def end_all(self) -> None:
         for give_up in list(self._running.values()):
@@ -313,8 +314,8 @@ class _Ledger:
             bytes_published=dict(self._bytes_published),
             links=dict(links),
             digests_checked=self._digests_checked,
-            fetch_seconds=self._fetch_seconds,
-            wait_seconds=self._wait_seconds,
+            fetch=self._fetch.counts(),
+            wait=self._wait.counts(),
         )
 
 

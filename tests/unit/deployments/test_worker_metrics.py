@@ -29,6 +29,11 @@ async def test_each_link_shows_its_transport_and_why(kind):
         await rig.settled()
         decode, prefill = decode_samples(rig.decode), prefill_samples(rig.prefill_workers[0])
 
+    for name in ("baton_handoff_wait_seconds", "baton_handoff_fetch_seconds"):
+        assert values(before, f"{name}_count") == {(): 0}
+        assert values(decode, f"{name}_count") == {(): 1}
+        assert values(decode, f"{name}_bucket")[(("le", "+Inf"),)] == 1
+        assert values(decode, f"{name}_sum")[()] > 0
     name = kind.name
     link = (("peer", "prefill-0"), ("reason", "only_one"), ("transport", name))
     assert values(before, "baton_link_info") == {}

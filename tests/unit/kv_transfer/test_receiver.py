@@ -39,7 +39,7 @@ async def test_a_handoff_lands_every_byte_and_reports_what_it_moved():
         assert stats.by_outcome == {"landed": 1}
         assert (stats.active, stats.blocks_published, stats.digests_checked) == (0, 6, 6)
         assert stats.bytes_published == {"faulty": landed.num_bytes}
-        assert (stats.fetch_seconds, stats.wait_seconds) == (landed.fetch_s, landed.wait_s)
+        assert (stats.fetch.total_s, stats.wait.total_s) == (landed.fetch_s, landed.wait_s)
 
 
 async def test_blocks_are_fetched_while_more_is_being_computed():
