@@ -198,7 +198,5 @@ def _here_s(prompt: Prompt, here: Load, *, assumed_token_s: float) -> float:
     """What computing a prompt here costs it and the streams; a new worker is as fast as prefill."""
     token_s = assumed_token_s if here.prompt_token_s is None else here.prompt_token_s
     queued = here.queued_tokens + prompt.num_missing
-    own_s = queued * token_s
-    if here.num_streams:
-        own_s += ceil_div(queued, here.step_tokens) * here.streams_s
+    own_s = queued * (token_s + here.streams_s / here.step_tokens)
     return own_s + here.num_streams * prompt.num_missing * token_s

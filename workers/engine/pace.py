@@ -20,7 +20,8 @@ class StepPace:
     """Seconds of steps, by the streams and the prompt tokens in them.
 
     A step's time is that of its streams alone, which is learned from steps without a prompt, and
-    what each prompt token adds. How long the sequences are already is left out: it changes slowly,
+    what each prompt token adds; a worker that never has streams counts the fixed part of a step to
+    its prompt tokens. How long the sequences are already is left out: it changes slowly,
     and what was measured lately has it.
     """
 
@@ -43,8 +44,8 @@ class StepPace:
         return self._prompt.value
 
     def streams_s(self, num_streams: int) -> float:
-        """Seconds of a step of so many streams; 0 for none, and before any was seen."""
-        return (self._streams.at(num_streams) or 0.0) if num_streams else 0.0
+        """Seconds of a step of so many streams, for none its fixed part; 0 before any was seen."""
+        return self._streams.at(num_streams) or 0.0
 
     def prompt_tokens_within(self, seconds: float, num_streams: int) -> int | None:
         """Prompt tokens that fit a step of so many streams in that time; None if not known."""
@@ -65,6 +66,6 @@ class Load:
     num_streams: int
     """Sequences that decode."""
     streams_s: float
-    """Seconds of a step of these alone."""
+    """Seconds of a step of these alone; of none, its fixed part."""
     step_tokens: int
-    """Prompt tokens that a step computes beside them, at least 1."""
+    """Prompt tokens of one sequence that a step computes beside them, at least 1."""

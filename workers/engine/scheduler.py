@@ -201,7 +201,9 @@ class Scheduler:
             prompt_token_s=self._pace.prompt_token_s,
             num_streams=num_streams,
             streams_s=self._pace.streams_s(num_streams),
-            step_tokens=max(1, self._prompt_budget(num_streams)),
+            step_tokens=max(
+                1, min(self._prompt_budget(num_streams), self._config.prefill_chunk_tokens)
+            ),
         )
 
     def status_of(self, sequence_id: SequenceId) -> SequenceStatus | None:

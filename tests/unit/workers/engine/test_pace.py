@@ -45,7 +45,15 @@ def test_prompt_beside_streams_costs_what_it_added():
     pace.observe(plan_of(streams=3, prompt=10), 1.6)
     assert pace.streams_s(4) == pytest.approx(0.7)
     assert pace.prompt_token_s == pytest.approx(0.1)
-    assert pace.streams_s(0) == 0.0, "nobody waits for a step of nothing"
+    assert pace.streams_s(0) == pytest.approx(0.3), "what a step takes before its first row"
+
+
+def test_fixed_part_of_a_step_is_not_the_prompts_where_it_is_known():
+    pace = StepPace()
+    pace.observe(plan_of(streams=2), 0.5)
+    pace.observe(plan_of(streams=4), 0.7)
+    pace.observe(plan_of(prompt=10), 1.3)
+    assert pace.prompt_token_s == pytest.approx(0.1)
 
 
 def test_step_that_was_quicker_than_its_streams_alone_adds_nothing():
@@ -58,8 +66,8 @@ def test_step_that_was_quicker_than_its_streams_alone_adds_nothing():
 
 def test_tokens_within_a_time_are_those_that_the_streams_leave_room_for():
     pace = StepPace()
-    pace.observe(plan_of(streams=2), 0.5)
     pace.observe(plan_of(prompt=10), 1.0)
+    pace.observe(plan_of(streams=2), 0.5)
     assert pace.prompt_tokens_within(0.86, 2) == 3
     assert pace.prompt_tokens_within(0.2, 2) == 0
 
