@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-
-from prometheus_client.utils import floatToGoString
 
 from deployments.metrics import Sample, sample
 from kv_transfer.durations import DurationCounts
@@ -79,7 +78,8 @@ def _receiver(stats: ReceiverStats) -> Iterator[Sample]:
 def _histogram(name: str, durations: DurationCounts) -> Iterator[Sample]:
     count = 0
     for bound, count in durations.cumulative():
-        yield sample(f"{name}_bucket", count, le=floatToGoString(bound))
+        le = "+Inf" if math.isinf(bound) else str(float(bound))
+        yield sample(f"{name}_bucket", count, le=le)
     yield sample(f"{name}_count", count)
     yield sample(f"{name}_sum", durations.total_s)
 
