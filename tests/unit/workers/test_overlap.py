@@ -9,9 +9,8 @@ import time
 import pytest
 
 from kv_transfer.geometry import BlockId
-from kv_transfer.transports.shm import ShmTransport
-from kv_transfer.transports.tcp import TcpTransport
 from tests.fakes.model_runner import generate
+from tests.fakes.stream_kinds import STREAM_KINDS
 from tests.fakes.worker_rig import (
     BLOCK_SIZE,
     ByteModelRunner,
@@ -40,8 +39,8 @@ def tokens_on_decode(rig: Rig) -> int:
     return len(PROMPT)
 
 
-@pytest.mark.parametrize("transport", [TcpTransport, ShmTransport])
-async def test_a_chunks_blocks_land_before_the_next_chunk_is_granted(transport):
+@pytest.mark.parametrize("kind", STREAM_KINDS, ids=lambda kind: kind.name)
+async def test_a_chunks_blocks_land_before_the_next_chunk_is_granted(kind):
     """Each step of prefill ends, and so grants its chunk, only when the chunk before is there.
 
     A hand-off that fetched later would make the second step wait in vain.
@@ -56,7 +55,7 @@ async def test_a_chunks_blocks_land_before_the_next_chunk_is_granted(transport):
         landed_at_start.append((chunk.start, tokens_on_decode(rig)))
 
     config = RigConfig(num_prefill=1, prefill_chunk_tokens=CHUNK)
-    async with worker_rig(config, transport=transport()) as rig:
+    async with worker_rig(config, transport=kind.transport()) as rig:
         runner = rig.prefill_sides[0].runner
         assert isinstance(runner, ByteModelRunner)
         runner.on_execute = wait_for_the_chunk_before
