@@ -177,10 +177,13 @@ class TlsSettings(_Group):
 class TransferSettings(_Group):
     """How KV moves from prefill to decode."""
 
-    transport: Literal["auto", "shm", "tcp"] = "auto"
-    """auto is shm (shared memory) between workers of one host, where it allows that, else tcp."""
+    transport: Literal["auto", "shm", "tcp", "nixl"] = "auto"
+    """auto is shm (shared memory) between workers of one host, where it allows that; else nixl,
+    where host is an RDMA device's address and the extra rdma is installed; else tcp."""
     host: Name = "127.0.0.1"
     """Address that prefill workers listen on for decode workers."""
+    ucx_device: Name | None = None
+    """The device that nixl uses, as UCX calls it (mlx5_0:1, eth0); null is the one with host."""
     tls: TlsSettings | None = None
     """Encrypts what moves over tcp; null is plain, where whoever is on the wire can read KV."""
     lease_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0

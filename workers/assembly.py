@@ -20,9 +20,11 @@ from kv_transfer.sender import KVSender
 from kv_transfer.shared_memory import SharedRegion, can_share_memory, sharing_domain
 from kv_transfer.transport import Transport
 from kv_transfer.transports.link_security import LinkSecurity
+from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.tls import TlsContexts
+from kv_transfer.ucx_device import RdmaOutlook
 from workers import planning
 from workers.decode import DecodeWorker
 from workers.decode_config import DecodeConfig
@@ -34,7 +36,7 @@ from workers.engine.prefix_cache import PrefixScope
 from workers.engine.scheduler import Scheduler, SchedulerConfig
 from workers.errors import WorkerError
 from workers.handoff import PrefillService
-from workers.host import available_cores, has_bf16_cpu
+from workers.host import available_cores, has_bf16_cpu, rdma_outlook
 from workers.models.facts import facts_from_info
 from workers.models.loading import ModelInfo, load_model_info
 from workers.models.store import ModelStore, default_cache_dir
@@ -68,6 +70,7 @@ def survey(settings: Settings, environ: Mapping[str, str]) -> Site:
         facts_from_info(info, settings.model, has_bf16_cpu=has_bf16_cpu()),
         cores=available_cores(),
         shares_memory=can_share_memory(),
+        rdma=rdma_outlook(settings.transfer),
     )
     planning.enforce(plan.checks)
     return Site(model_path=source.path, info=info, plan=plan)
@@ -201,7 +204,7 @@ def _peer_info(plan: DeploymentPlan, worker: WorkerPlan, worker_id: str) -> Peer
 
 def _shared_region(transport: str, size_bytes: int) -> SharedRegion | None:
     """Memory for a pool that decode workers may read themselves; None where they are not to."""
-    if transport == "tcp":
+    if transport in ("tcp", "nixl"):
         return None
     try:
         return SharedRegion(size_bytes)
@@ -233,9 +236,23 @@ def _transports(
     settings: TransferSettings, security: LinkSecurity, *, has_region: bool
 ) -> list[Transport]:
     """The transports of a worker, best first; a server needs a region to serve shm from."""
+    rdma = rdma_outlook(settings)
+    if settings.transport == "nixl":
+        return [_nixl(settings, security, rdma)]
     transports: dict[str, Transport] = {"tcp": TcpTransport(security=security, host=settings.host)}
+    if settings.transport == "auto" and rdma.is_best:
+        transports = {"nixl": _nixl(settings, security, rdma), **transports}
     if has_region:
         transports = {"shm": ShmTransport(secret=security.secret), **transports}
     if settings.transport == "auto":
         return list(transports.values())
     return [transports[settings.transport]]
+
+
+def _nixl(settings: TransferSettings, security: LinkSecurity, rdma: RdmaOutlook) -> Transport:
+    transport = NixlTransport(security=security, host=settings.host, device=rdma.device)
+    try:
+        transport.try_start()
+    except OSError as error:
+        raise WorkerError(f"transport nixl: {error}") from error
+    return transport

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import psutil
 
-__all__ = ["available_bytes", "available_cores", "has_bf16_cpu"]
+from configs.schema import TransferSettings
+from kv_transfer.transports.nixl_agent import has_nixl
+from kv_transfer.ucx_device import RdmaOutlook, find_rdma_devices, outlook
+
+__all__ = ["available_bytes", "available_cores", "has_bf16_cpu", "rdma_outlook"]
 
 _ROOT = Path("/")
+_IP = frozenset({socket.AF_INET, socket.AF_INET6})
 
 
 def available_cores(root: Path = _ROOT) -> int:
@@ -38,6 +44,21 @@ def has_bf16_cpu(root: Path = _ROOT) -> bool:
     """Whether this CPU multiplies bf16 in hardware (the flags that torch looks at)."""
     flags = _read(root / "proc/cpuinfo").split()
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def rdma_outlook(settings: TransferSettings, root: Path = _ROOT) -> RdmaOutlook:
+    """What the nixl transport would have here."""
+    addresses = {
+        interface: [entry.address for entry in entries if entry.family in _IP]
+        for interface, entries in psutil.net_if_addrs().items()
+    }
+    return outlook(
+        settings.host,
+        settings.ucx_device,
+        is_installed=has_nixl(),
+        addresses=addresses,
+        rdma_devices=find_rdma_devices(root / "sys/class/infiniband"),
+    )
 
 
 def _read(path: Path) -> str:

@@ -18,6 +18,7 @@ from kv_transfer.compatibility import check_compatible
 from kv_transfer.geometry import KVLayout
 from kv_transfer.handoff import PeerInfo
 from kv_transfer.transport import DataPath, LinkRefusedError
+from kv_transfer.ucx_device import NIXL_IS_MISSING, RdmaOutlook
 from workers.errors import PoolTooSmallError, WorkerError
 from workers.runner_choice import Architecture, RunnerChoice, choose_runner
 
@@ -47,7 +48,9 @@ Role = Literal["decode", "prefill"]
 
 INV_POOL_WINDOW = "INV-POOL-WINDOW"
 
-DATA_PATHS: Mapping[str, DataPath] = MappingProxyType({"shm": "host", "tcp": "authenticated"})
+DATA_PATHS: Mapping[str, DataPath] = MappingProxyType(
+    {"shm": "host", "tcp": "authenticated", "nixl": "open"}
+)
 """What transports declare in their `Capabilities`, here since `baton check` loads none of them."""
 
 _LOOPBACK = ("127.", "::1", "localhost")
@@ -177,13 +180,15 @@ def plan(
     cores: int,
     available_bytes: int | None = None,
     shares_memory: bool = False,
+    rdma: RdmaOutlook | None = None,
 ) -> DeploymentPlan:
     """Size every pool and check the result; a plan that must not start has `ok` False.
 
     `cores` and `available_bytes` are those of the one host that all workers share; None is memory
     that is not known, which gives a warning. `shares_memory` is whether that host lets processes
-    share some.
+    share some, `rdma` what nixl would find there.
     """
+    rdma = rdma or RdmaOutlook(is_installed=False, device="", is_rdma=False)
     window = settings.model.max_model_len or facts.context_length
     runner = choose_runner(facts.architecture, window=window)
     layout = kv_layout(facts, block_size=settings.kv.block_size, max_model_len=window)
@@ -206,7 +211,7 @@ def plan(
         *(
             check
             for _ in workers[1:]
-            for check in check_transfer(settings.transfer, shares_memory=shares_memory)
+            for check in check_transfer(settings.transfer, rdma, shares_memory=shares_memory)
         ),
         _check_memory(workers, facts.weight_bytes, available_bytes),
         _check_cores(workers, cores),
@@ -274,13 +279,15 @@ def check_link(decode: PeerInfo, prefill: PeerInfo) -> Check:
     return Check(id=INV_POOL_WINDOW, outcome=Outcome.HOLDS, sentence=sentence)
 
 
-def check_transfer(settings: TransferSettings, *, shares_memory: bool) -> list[Check]:
+def check_transfer(
+    settings: TransferSettings, rdma: RdmaOutlook, *, shares_memory: bool
+) -> list[Check]:
     """What the KV cache will move over, and who can get at it on each way that it may take."""
     return [
-        check_transport(settings.transport, shares_memory),
+        check_transport(settings.transport, shares_memory, rdma),
         *(
             check_data_path(transport, settings)
-            for transport in _candidates(settings.transport, shares_memory)
+            for transport in _candidates(settings.transport, shares_memory, rdma)
         ),
     ]
 
@@ -304,29 +311,53 @@ def check_data_path(transport: str, settings: TransferSettings) -> Check:
     return Check(id="DATA-PATH", outcome=outcome, sentence=f"{transport}: {sentence}")
 
 
-def _candidates(wanted: str, shares_memory: bool) -> tuple[str, ...]:
+def _candidates(wanted: str, shares_memory: bool, rdma: RdmaOutlook) -> tuple[str, ...]:
     """The transports that links may use, best first."""
     if wanted == "auto":
-        return ("shm", "tcp") if shares_memory else ("tcp",)
+        within = ("shm",) if shares_memory else ()
+        between = ("nixl", "tcp") if rdma.is_best else ("tcp",)
+        return within + between
     return (wanted,)
 
 
-def check_transport(wanted: str, shares_memory: bool) -> Check:
+def check_transport(wanted: str, shares_memory: bool, rdma: RdmaOutlook) -> Check:
     """What the KV cache will move over, and why; `wanted` is the setting."""
     outcome = Outcome.HOLDS
+    network = "nixl" if rdma.is_best else "tcp"
+    if wanted == "nixl":
+        return _check_nixl(rdma)
     if wanted == "tcp":
         sentence = "KV moves over tcp: transfer.transport says so."
     elif shares_memory:
         sentence = "KV moves over shm: the workers share this host's memory."
         if wanted == "auto":
-            sentence = f"{sentence[:-1]}; between hosts it would be tcp."
+            sentence = f"{sentence[:-1]}; between hosts it would be {network}."
     elif wanted == "auto":
-        sentence = "KV moves over tcp: this host lets no process share memory (no sealed memfd)."
+        sentence = (
+            f"KV moves over {network}: this host lets no process share memory (no sealed memfd)."
+        )
     else:
         outcome = Outcome.FAILS
         sentence = (
             "transfer.transport is shm, but this host lets no process share memory (no sealed "
             "memfd): set it to auto or tcp."
+        )
+    return Check(id="TRANSPORT", outcome=outcome, sentence=sentence)
+
+
+def _check_nixl(rdma: RdmaOutlook) -> Check:
+    if not rdma.is_installed:
+        outcome, sentence = Outcome.FAILS, NIXL_IS_MISSING
+    elif rdma.problem:
+        outcome, sentence = Outcome.FAILS, f"transport nixl: {rdma.problem}."
+    elif rdma.is_rdma:
+        outcome = Outcome.HOLDS
+        sentence = f"KV moves over nixl: RDMA on {rdma.device}, which no test has had so far."
+    else:
+        outcome = Outcome.WARNS
+        sentence = (
+            f"KV moves over nixl without RDMA, on {rdma.device or 'all devices'}: slower than tcp, "
+            "and a decode worker that dies while it reads may take the prefill worker with it."
         )
     return Check(id="TRANSPORT", outcome=outcome, sentence=sentence)
 

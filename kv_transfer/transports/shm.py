@@ -48,7 +48,7 @@ from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket, peer_credentials
 from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.stream_server import StreamBlockServer, StreamTimings
-from kv_transfer.transports.stream_session import StreamSession, connect_frames
+from kv_transfer.transports.stream_session import Landing, StreamSession, connect_frames
 from kv_transfer.transports.wire import FrameType, Identity
 
 logger = logging.getLogger(__name__)
@@ -109,6 +109,7 @@ class _RegionOutlet:
     """Blocks that stay where they are; a frame says that one is there, and its digest."""
 
     name = "shm"
+    directions = None
 
     def __init__(self, memory: BlockMemory) -> None:
         if memory.region is None:
@@ -220,11 +221,12 @@ class _ArenaSource:
     def payload_bytes(self, destination: memoryview) -> int:
         return 0
 
-    async def fill(self, frames: FrameSocket, block: GrantedBlock, destination: memoryview) -> None:
-        self._copy(block.block_id, destination)
-        await frames.pace(destination.nbytes)
+    async def fill(self, frames: FrameSocket, landing: Landing) -> None:
+        self._copy(landing.block.block_id, landing.destination)
+        landing.landed()
+        await frames.pace(landing.destination.nbytes)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._arenas.leave(self._arena)
 
     def _copy(self, block_id: BlockId, destination: memoryview) -> None:

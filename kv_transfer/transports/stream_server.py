@@ -66,6 +66,10 @@ class BlockOutlet(Protocol):
     def descriptor(self) -> int | None:
         """Goes to every receiver with the welcome, where there is one."""
 
+    @property
+    def directions(self) -> bytes | None:
+        """What a receiver must know to find the blocks; follows the welcome, where there is any."""
+
     def listen(self) -> tuple[socket.socket, str]:
         """A socket that listens, and its address for `PeerInfo.endpoints`."""
 
@@ -279,6 +283,9 @@ class _Connection:
     async def _write(self, key: TransferKey, identity: Identity) -> None:
         welcome = wire.control_frame(identity, FrameType.WELCOME, wire.pack_welcome(self._me))
         await self._send([welcome], self._outlet.descriptor)
+        directions = self._outlet.directions
+        if directions is not None:
+            await self._send([wire.control_frame(identity, FrameType.DIRECTIONS, directions)])
         while True:
             if self._control:
                 await self._send([self._control.popleft()])

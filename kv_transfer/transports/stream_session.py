@@ -1,8 +1,7 @@
 """The decode worker's end of every transport that talks in frames over a stream socket.
 
-The fence is exact: only this process writes into its blocks, from one thread, so that a closed
-session means that no byte lands any more. Where a block's bytes come from is its `BlockSource`'s
-business.
+Where a block's bytes come from is its `BlockSource`'s business, and so is the fence: a session is
+closed when its source is, and from then on no byte lands.
 """
 
 from __future__ import annotations
@@ -37,6 +36,24 @@ _MAX_WAITING_GRANTS = 1 << 16
 _SILENCE_TICKS = 4
 
 
+class Landing(Protocol):
+    """A block on its way into its place."""
+
+    @property
+    def block(self) -> GrantedBlock:
+        """Which one, as its owner has just announced it."""
+
+    @property
+    def destination(self) -> memoryview:
+        """Where its bytes go."""
+
+    def landed(self) -> None:
+        """All of them are there: verify them. Raises `CorruptTransferError`."""
+
+    def failed(self, error: TransferError) -> None:
+        """They will not all come: the session ends by this."""
+
+
 class BlockSource(Protocol):
     """How one transport's blocks come in."""
 
@@ -46,11 +63,14 @@ class BlockSource(Protocol):
     def payload_bytes(self, destination: memoryview) -> int:
         """What must follow the header of a block that goes there."""
 
-    async def fill(self, frames: FrameSocket, block: GrantedBlock, destination: memoryview) -> None:
-        """Write the block whose header was read last; returns once all of it is there."""
+    async def fill(self, frames: FrameSocket, landing: Landing) -> None:
+        """Begin to write the block whose header was read last, or do all of it.
 
-    def close(self) -> None:
-        """The session has ended; called once."""
+        No frame is read meanwhile. What was begun tells `landing` how it ended, once.
+        """
+
+    async def close(self) -> None:
+        """The session has ended; returns once nothing that was begun can write any more."""
 
 
 async def connect_frames(
@@ -85,6 +105,27 @@ async def connect_frames(
             f"{peer.worker_id} at {address}: no answer in {timings.connect_s} s"
         ) from error
     return frames
+
+
+async def receive_directions(
+    frames: FrameSocket, identity: Identity, timings: StreamTimings
+) -> bytes:
+    """What an owner says right after its welcome about where its blocks are.
+
+    Raises `PeerLostError`, or `CorruptTransferError` if it is something else.
+    """
+    try:
+        async with asyncio.timeout(timings.connect_s):
+            raw = memoryview(bytearray(wire.HEADER_BYTES))
+            header = await _next_header(frames, identity, raw)
+            payload = await _payload(frames, identity, header)
+    except TimeoutError as error:
+        raise PeerLostError(f"no answer in {timings.connect_s} s after the welcome") from error
+    if header.kind is FrameType.ERROR:
+        raise wire.unpack_error(payload)
+    if header.kind is not FrameType.DIRECTIONS:
+        raise CorruptTransferError(f"{header.kind.name} instead of directions")
+    return payload
 
 
 async def _greet(frames: FrameSocket, peer: PeerInfo, key: TransferKey, me: PeerInfo) -> None:
@@ -129,6 +170,29 @@ class _Expected:
     landed: asyncio.Queue[GrantedBlock | TransferError]
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A block whose header has come, as its source sees it."""
+
+    header: Header
+    expected: _Expected
+    session: StreamSession
+
+    @property
+    def block(self) -> GrantedBlock:
+        return self.expected.block
+
+    @property
+    def destination(self) -> memoryview:
+        return self.expected.destination
+
+    def landed(self) -> None:
+        self.session.take_block(self.header, self.expected)
+
+    def failed(self, error: TransferError) -> None:
+        self.session.fail(error)
+
+
 class StreamSession:
     """One transfer: one task reads all frames and hands them to whom they are for."""
 
@@ -147,6 +211,7 @@ class StreamSession:
         self._memory = memory
         self._timings = timings
         self._expected: dict[LogicalBlock, _Expected] = {}
+        self._arriving: dict[LogicalBlock, _Expected] = {}  # announced, and not yet verified
         self._grants: asyncio.Queue[Grant | TransferError] = asyncio.Queue()
         self._verdicts: asyncio.Queue[Verdict | TransferError] = asyncio.Queue()
         self._failure: TransferError | None = None
@@ -199,8 +264,30 @@ class StreamSession:
         self._watchdog.cancel()
         await asyncio.gather(self._reader, self._watchdog, return_exceptions=True)
         self._frames.close()
-        self._source.close()
-        self._expected.clear()
+        try:
+            await self._source.close()
+        finally:
+            self._expected.clear()
+            self._arriving.clear()
+
+    def take_block(self, header: Header, expected: _Expected) -> None:
+        """All bytes of an announced block are there: verify them and hand it to who waits.
+
+        Raises `CorruptTransferError`.
+        """
+        wire.check_payload(header, self._identity, expected.destination)
+        del self._arriving[expected.block.logical]
+        expected.landed.put_nowait(expected.block)
+
+    def fail(self, failure: TransferError) -> None:
+        """End every wait of the session with the first failure."""
+        if self._failure is not None:
+            return
+        self._failure = failure
+        self._grants.put_nowait(failure)
+        self._verdicts.put_nowait(failure)
+        for expected in (*self._expected.values(), *self._arriving.values()):
+            expected.landed.put_nowait(failure)
 
     async def _send(self, kind: FrameType, payload: bytes = b"") -> None:
         frame = wire.control_frame(self._identity, kind, payload)
@@ -218,7 +305,7 @@ class StreamSession:
     async def _read(self) -> None:
         raw = memoryview(bytearray(wire.HEADER_BYTES))
         try:
-            while True:
+            while self._failure is None:
                 header = await _next_header(self._frames, self._identity, raw)
                 if header.kind is self._source.kind:
                     await self._receive_block(header)
@@ -226,7 +313,7 @@ class StreamSession:
                     payload = await _payload(self._frames, self._identity, header)
                     self._take_control(header.kind, payload)
         except TransferError as error:
-            self._fail(error)
+            self.fail(error)
 
     async def _receive_block(self, header: Header) -> None:
         expected = self._expected.get(header.logical)
@@ -240,10 +327,8 @@ class StreamSession:
             raise CorruptTransferError(
                 f"logical block {header.logical}: (generation, tokens, bytes) {said}, not {wanted}"
             )
-        await self._source.fill(self._frames, block, destination)
-        wire.check_payload(header, self._identity, destination)
-        del self._expected[header.logical]
-        expected.landed.put_nowait(block)
+        self._arriving[header.logical] = self._expected.pop(header.logical)
+        await self._source.fill(self._frames, _Arrival(header, expected, self))
 
     def _take_control(self, kind: FrameType, payload: bytes) -> None:
         match kind:
@@ -271,22 +356,12 @@ class StreamSession:
             await asyncio.sleep(self._timings.silence_s / _SILENCE_TICKS)
             quiet = quiet + 1 if self._frames.bytes_received == heard else 0
             heard = self._frames.bytes_received
-        self._fail(PeerLostError(f"nothing from the peer for {self._timings.silence_s} s"))
-
-    def _fail(self, failure: TransferError) -> None:
-        """End every wait of the session with the first failure."""
-        if self._failure is not None:
-            return
-        self._failure = failure
-        self._grants.put_nowait(failure)
-        self._verdicts.put_nowait(failure)
-        for expected in self._expected.values():
-            expected.landed.put_nowait(failure)
+        self.fail(PeerLostError(f"nothing from the peer for {self._timings.silence_s} s"))
 
     def _reader_ended(self, reader: asyncio.Task[None]) -> None:
         if not reader.cancelled() and (error := reader.exception()) is not None:
             logger.error("reader of a transfer failed", exc_info=error)
-            self._fail(TransferError(f"internal error: {error!r}"))
+            self.fail(TransferError(f"internal error: {error!r}"))
 
 
 def _unwrap(item: Item | TransferError) -> Item:

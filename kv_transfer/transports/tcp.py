@@ -6,7 +6,6 @@ closed session means that no byte lands any more.
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,13 +17,13 @@ from kv_transfer.transport import (
     Capabilities,
     FetchSession,
     GrantAuthority,
-    PeerLostError,
 )
 from kv_transfer.transports import wire
-from kv_transfer.transports.frame_socket import SOCKET_BUFFER_BYTES, FrameSocket
+from kv_transfer.transports.frame_socket import FrameSocket
 from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.stream_server import StreamBlockServer, StreamTimings
-from kv_transfer.transports.stream_session import StreamSession, connect_frames
+from kv_transfer.transports.stream_session import Landing, StreamSession, connect_frames
+from kv_transfer.transports.tcp_socket import dial, listen
 from kv_transfer.transports.wire import FrameType, Identity
 
 
@@ -71,9 +70,7 @@ class TcpTransport:
         self, memory: BlockMemory, peer: PeerInfo, key: TransferKey, me: PeerInfo
     ) -> FetchSession:
         """Connect and greet; the answer must come from the incarnation that was asked for."""
-        frames = await connect_frames(
-            _dial, self.name, peer, key, me, self._security, self._timings
-        )
+        frames = await connect_frames(dial, self.name, peer, key, me, self._security, self._timings)
         return StreamSession(frames, Identity.of(key), _SocketSource(), memory, self._timings)
 
     async def close(self) -> None:
@@ -88,10 +85,11 @@ class _SocketSource:
     def payload_bytes(self, destination: memoryview) -> int:
         return destination.nbytes
 
-    async def fill(self, frames: FrameSocket, block: GrantedBlock, destination: memoryview) -> None:
-        await frames.receive_into(destination)
+    async def fill(self, frames: FrameSocket, landing: Landing) -> None:
+        await frames.receive_into(landing.destination)
+        landing.landed()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         return
 
 
@@ -100,6 +98,7 @@ class _SocketOutlet:
 
     name = "tcp"
     descriptor = None
+    directions = None
 
     def __init__(self, memory: BlockMemory, host: str, port: int) -> None:
         self.bytes_per_block = memory.bytes_per_block
@@ -108,12 +107,7 @@ class _SocketOutlet:
         self._port = port
 
     def listen(self) -> tuple[socket.socket, str]:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listener = socket.create_server((self._host, self._port), family=family, backlog=256)
-        # Accepted sockets inherit it; set later, the window would already be fixed.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-        host, port = listener.getsockname()[:2]
-        return listener, f"{host}:{port}"
+        return listen(self._host, self._port)
 
     def frame(self, identity: Identity, block: GrantedBlock) -> Sequence[bytes | memoryview]:
         payload = self._memory.block(block.block_id)
@@ -121,21 +115,3 @@ class _SocketOutlet:
 
     def refusal(self, accepted: socket.socket) -> str | None:
         return None
-
-
-async def _dial(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        connection.setblocking(False)
-        # Before connecting: the window's scale is agreed on in the first packet.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
-        await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
-    except OSError as error:
-        connection.close()
-        raise PeerLostError(f"cannot connect to {address}: {error}") from error
-    except BaseException:
-        connection.close()
-        raise
-    return connection

@@ -72,6 +72,7 @@ class FrameType(IntEnum):
     ALIVE = 10
     ERROR = 11
     LOCATED = 12
+    DIRECTIONS = 13
 
 
 BLOCK_FRAMES = frozenset({FrameType.DATA, FrameType.LOCATED})

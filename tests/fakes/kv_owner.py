@@ -27,9 +27,11 @@ from kv_transfer.sender import KVSender
 from kv_transfer.transport import Transport
 from kv_transfer.transports.stream_server import StreamTimings
 from tests.fakes.block_memory import ByteMemory
-from tests.fakes.stream_kinds import shm_transport, tcp_transport
+from tests.fakes.stream_kinds import ALL_KINDS
 
-_TRANSPORTS: dict[str, Callable[..., Transport]] = {"tcp": tcp_transport, "shm": shm_transport}
+_TRANSPORTS: dict[str, Callable[..., Transport]] = {
+    kind.label: kind.transport for kind in ALL_KINDS
+}
 
 
 def tell(**message: Any) -> None:

@@ -68,6 +68,8 @@ class LineProcess:
 
     async def _listen(self) -> None:
         while line := await self._stdout.readline():
+            if not line.startswith(b"{"):  # of a library that writes where nobody asked it to
+                continue
             message = json.loads(line)
             if "id" in message:
                 self._answers[message.pop("id")].set_result(message)
@@ -238,7 +240,7 @@ async def owner_process(
         "bytes_per_block": bytes_per_block,
         "seed": SEED,
         "lease_s": lease_s,
-        "transport": kind.name,
+        "transport": kind.label,
         "me": asdict(worker(name, bytes_per_block, incarnation)),
     }
     process, first = await _start("kv_owner.py", arguments)
@@ -262,7 +264,7 @@ async def reader_process(
         "bytes_per_block": bytes_per_block,
         "lease_s": lease_s,
         "silence_s": QUICK.silence_s,
-        "transport": kind.name,
+        "transport": kind.label,
         "me": asdict(me),
     }
     process, _ = await _start("kv_reader.py", arguments)

@@ -19,6 +19,7 @@ class RawPeer:
     def __init__(self, kind: StreamKind, address: str, key: TransferKey | None = None) -> None:
         self.kind, self.address = kind, address
         self.identity = Identity.of(key or transfer_key())
+        self.directions: bytes | None = None
 
     async def __aenter__(self) -> RawPeer:
         self.reader, self.writer = await self.kind.open(self.address)
@@ -75,3 +76,6 @@ class RawPeer:
         await self.say(FrameType.HELLO, wire.pack_hello(key, me))
         header, _ = await self.hear()
         assert header.kind is FrameType.WELCOME
+        if self.kind.has_directions:
+            header, self.directions = await self.hear()
+            assert header.kind is FrameType.DIRECTIONS

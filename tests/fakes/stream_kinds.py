@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import pytest
+from _pytest.mark import ParameterSet
 
 from kv_transfer.authentication import Secret
 from kv_transfer.transports.link_security import LinkSecurity
+from kv_transfer.transports.nixl import NixlTransport
+from kv_transfer.transports.nixl_agent import has_nixl
 from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.stream_server import StreamTimings
 from kv_transfer.transports.tcp import TcpTransport
@@ -30,15 +36,38 @@ def shm_transport(*, timings: StreamTimings | None = None, secret: Secret = SECR
     return ShmTransport(secret=secret, timings=timings)
 
 
+def nixl_transport(
+    *,
+    timings: StreamTimings | None = None,
+    secret: Secret = SECRET,
+    ucx_options: Mapping[str, str] | None = None,
+) -> NixlTransport:
+    """The same by READs of a NIXL agent."""
+    security = LinkSecurity(secret=secret)
+    return NixlTransport(security=security, timings=timings, ucx_options=ucx_options)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamKind:
     """How to make one, and how to get between its two ends."""
 
     name: str
-    transport: Callable[..., TcpTransport | ShmTransport]
+    transport: Callable[..., TcpTransport | ShmTransport | NixlTransport]
     """Takes `timings` and `secret`."""
     block_frame: FrameType
     """What a block is announced by."""
+    variant: str = ""
+    """What distinguishes kinds of one transport."""
+
+    @property
+    def label(self) -> str:
+        """Unlike that of every other kind."""
+        return self.name + self.variant
+
+    @property
+    def has_directions(self) -> bool:
+        """Whether they follow the welcome."""
+        return self.name == "nixl"
 
     def connect(self, address: str) -> socket.socket:
         """A connection to a server, blocking."""
@@ -68,7 +97,30 @@ class StreamKind:
 
 TCP = StreamKind(name="tcp", transport=tcp_transport, block_frame=FrameType.DATA)
 SHM = StreamKind(name="shm", transport=shm_transport, block_frame=FrameType.LOCATED)
+NIXL = StreamKind(name="nixl", transport=nixl_transport, block_frame=FrameType.LOCATED)
+NIXL_TCP = StreamKind(
+    name="nixl",
+    transport=functools.partial(nixl_transport, ucx_options={"TLS": "tcp"}),
+    block_frame=FrameType.LOCATED,
+    variant="-tcp",
+)
+"""Within a host UCX copies by itself (CMA); over TCP the owner has to send, as between hosts."""
+NIXL_KINDS = (NIXL, NIXL_TCP)
 STREAM_KINDS = (TCP, SHM)
+ALL_KINDS = (*STREAM_KINDS, *NIXL_KINDS)
+
+needs_nixl = pytest.mark.skipif(
+    not has_nixl(), reason="the optional package nixl-cu13 is not installed"
+)
+
+
+def kind_parameters(kinds: Sequence[StreamKind] = ALL_KINDS) -> list[ParameterSet]:
+    """The kinds as a fixture's parameters; those whose package is missing are skipped."""
+    return [
+        pytest.param(kind, id=kind.label, marks=[needs_nixl] if kind.name == "nixl" else [])
+        for kind in kinds
+    ]
+
 
 QUICK = StreamTimings(connect_s=1.0, silence_s=0.4, keep_alive_s=0.05)
 """For tests in which somebody falls silent."""

@@ -22,13 +22,14 @@ from kv_transfer.transport import (
     LinkRefusedError,
     PeerLostError,
 )
+from kv_transfer.transports.wire import FrameType
 from tests.fakes.kv_processes import NUM_BLOCKS, Decode, owner_process, shuffled_handoff
-from tests.fakes.stream_kinds import SHM, STREAM_KINDS
+from tests.fakes.stream_kinds import NIXL_TCP, SHM, kind_parameters
 from tests.fakes.stream_proxy import Damage, stream_proxy
 from tests.fakes.until import until
 
 
-@pytest.fixture(params=STREAM_KINDS, ids=lambda kind: kind.name)
+@pytest.fixture(params=kind_parameters())
 def kind(request):
     return request.param
 
@@ -46,7 +47,7 @@ async def test_blocks_arrive_whole_and_the_owner_may_free_them(kind):
         await until(lambda: len(owner.ended) == 5)
         assert set(map(tuple, owner.ended.values())) == {("confirmed",)}
         listening = (await owner.ask("stats"))["listening"]
-        assert listening == ([] if kind is SHM else ["127.0.0.1"])
+        assert set(listening) == (set() if kind is SHM else {"127.0.0.1"})
 
 
 async def test_a_killed_owner_is_lost_at_once_and_another_one_serves(kind):
@@ -59,7 +60,7 @@ async def test_a_killed_owner_is_lost_at_once_and_another_one_serves(kind):
         pulling = asyncio.create_task(transfer.pull())
         await until(lambda: decode.has_begun(0))
         owner.signal(signal.SIGKILL)
-        with pytest.raises(PeerLostError, match="connection"):  # not by its silence
+        with pytest.raises(PeerLostError, match=r"connection|a read failed"):  # not by silence
             await pulling
         await transfer.wait_quiesced()
         async with owner_process(kind, size, name="p2") as other:
@@ -88,15 +89,20 @@ async def test_a_stopped_owner_is_lost_and_nothing_lands_after_it_goes_on(kind):
         pulling = asyncio.create_task(transfer.pull())
         await until(lambda: decode.has_begun(0))
         owner.signal(signal.SIGSTOP)
-        with pytest.raises(PeerLostError, match="nothing from the peer"):
+        with pytest.raises(PeerLostError, match=r"nothing from the peer|no read has ended"):
             await pulling
         assert not decode.has_begun(NUM_BLOCKS - 1)
         await transfer.wait_quiesced()
         decode.mark(blocks)
         owner.signal(signal.SIGCONT)
-        await until(lambda: "t" in owner.ended)
+        await until(lambda: "t" in owner.ended or owner.process.returncode is not None)
         assert decode.is_marked(blocks)
-        await shuffled_handoff(owner, decode, "u", seed=2)
+        if owner.process.returncode is None:
+            await shuffled_handoff(owner, decode, "u", seed=2)
+            return
+        assert kind is NIXL_TCP  # UCX 1.23 aborts where it owes an answer to an agent that has gone
+        async with owner_process(kind, size, name="p2") as other:
+            await shuffled_handoff(other, decode, "u", seed=2)
 
 
 async def test_blocks_of_a_cancelled_fetch_can_be_reused_after_the_fence(kind):
@@ -152,9 +158,10 @@ async def test_an_expired_lease_ends_the_handoff_on_both_sides(kind):
 
 
 async def test_renewals_hold_the_lease_for_as_long_as_prefill_computes(kind):
+    lease_s = 2.0 if kind.name == "nixl" else 0.5  # an agent's start alone may take half a second
     async with (
-        owner_process(kind, 4096, lease_s=0.5) as owner,
-        Decode(kind, 4096, lease_s=0.5) as decode,
+        owner_process(kind, 4096, lease_s=lease_s) as owner,
+        Decode(kind, 4096, lease_s=lease_s) as decode,
     ):
         key = decode.key(owner, "t")
         await owner.offer(key, decode.me, [[5], []])
@@ -174,7 +181,7 @@ async def test_a_wrong_digest_and_a_truncated_frame_fail_the_handoff(kind, damag
     size = 256 * 1024
     async with owner_process(kind, size) as owner, Decode(kind, size) as decode:
         target = owner.info.endpoint(kind.name)
-        in_a_block = 700 if kind is SHM else 3 * size + 1000
+        in_a_block = 3 * size + 1000 if kind.block_frame is FrameType.DATA else 1100
         async with stream_proxy(kind, target, damage, [in_a_block]) as (address, _):
             direct = owner.info
             owner.info = replace(direct, endpoints=((kind.name, address),))

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -166,10 +167,9 @@ async def test_a_block_outside_the_arena_is_corrupt():
         inside = link.blocks()[0]
         outside = dataclasses.replace(inside, block_id=len(link.source.generations))
         # The owner's check of the request is in the way of the test; the session's own is meant.
-        session._expected.clear()
-        source = session._source
+        landing = SimpleNamespace(block=outside, destination=link.destination.block(0))
         with pytest.raises(CorruptTransferError, match="outside the arena"):
-            await source.fill(session._frames, outside, link.destination.block(0))
+            await session._source.fill(session._frames, landing)
         await session.close()
 
 

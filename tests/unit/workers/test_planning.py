@@ -17,8 +17,10 @@ from configs.schema import (
     TransferSettings,
 )
 from kv_transfer.handoff import PeerInfo
+from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.tcp import TcpTransport
+from kv_transfer.ucx_device import RdmaOutlook
 from workers.errors import PoolTooSmallError, WorkerError
 from workers.planning import (
     DATA_PATHS,
@@ -38,6 +40,10 @@ from workers.planning import (
     resolve_dtype,
 )
 from workers.runner_choice import Architecture
+
+NO_RDMA = RdmaOutlook(is_installed=False, device="lo", is_rdma=False)
+LOOPBACK = RdmaOutlook(is_installed=True, device="lo", is_rdma=False)
+RDMA = RdmaOutlook(is_installed=True, device="mlx5_0:1", is_rdma=True)
 
 FACTS = ModelFacts(
     digest="d",
@@ -342,7 +348,30 @@ def test_more_threads_than_cores_is_a_warning() -> None:
 def test_the_plan_says_what_kv_moves_over_and_why(
     wanted: str, shares_memory: bool, outcome: Outcome, says: str
 ) -> None:
-    check = check_transport(wanted, shares_memory)
+    check = check_transport(wanted, shares_memory, NO_RDMA)
+
+    assert check.outcome is outcome
+    assert says in check.sentence
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rdma", "outcome", "says"),
+    [
+        ("nixl", NO_RDMA, Outcome.FAILS, "pip install 'baton-serve[rdma]'"),
+        ("nixl", LOOPBACK, Outcome.WARNS, "without RDMA, on lo: slower than tcp"),
+        ("nixl", replace(LOOPBACK, device=None), Outcome.WARNS, "on all devices"),
+        ("nixl", replace(LOOPBACK, problem="no device"), Outcome.FAILS, "nixl: no device."),
+        ("nixl", RDMA, Outcome.HOLDS, "RDMA on mlx5_0:1"),
+        ("auto", RDMA, Outcome.HOLDS, "over nixl: this host lets no process share memory"),
+        ("auto", LOOPBACK, Outcome.HOLDS, "over tcp: this host lets no process share memory"),
+        ("auto", replace(RDMA, is_installed=False), Outcome.HOLDS, "over tcp: this host"),
+        ("tcp", RDMA, Outcome.HOLDS, "over tcp: transfer.transport says so"),
+    ],
+)
+def test_nixl_is_what_auto_takes_only_with_rdma_and_its_package(
+    wanted: str, rdma: RdmaOutlook, outcome: Outcome, says: str
+) -> None:
+    check = check_transport(wanted, False, rdma)
 
     assert check.outcome is outcome
     assert says in check.sentence
@@ -360,6 +389,7 @@ TLS = TlsSettings(certificate="a.pem", key="a.key", ca="ca.pem")
         ("tcp", LOCAL, Outcome.HOLDS, "unencrypted on 127.0.0.1: transfer.tls"),
         ("tcp", WIDE, Outcome.WARNS, "unencrypted on 10.0.0.1: transfer.tls"),
         ("tcp", TransferSettings(host="10.0.0.1", tls=TLS), Outcome.HOLDS, "move inside TLS"),
+        ("nixl", WIDE, Outcome.WARNS, "has to keep strangers off 10.0.0.1"),
     ],
 )
 def test_the_plan_says_who_can_get_at_blocks_on_their_way(
@@ -369,16 +399,6 @@ def test_the_plan_says_who_can_get_at_blocks_on_their_way(
 
     assert check.outcome is outcome
     assert says in check.sentence
-
-
-def test_a_transport_that_asks_nobody_who_they_are_is_a_warning_on_a_network(monkeypatch) -> None:
-    monkeypatch.setattr("workers.planning.DATA_PATHS", {"open": "open"})
-
-    assert check_data_path("open", LOCAL).outcome is Outcome.HOLDS
-    check = check_data_path("open", WIDE)
-
-    assert check.outcome is Outcome.WARNS
-    assert "has to keep strangers off 10.0.0.1" in check.sentence
 
 
 @pytest.mark.parametrize(
@@ -401,7 +421,14 @@ def test_each_way_that_kv_may_take_has_its_sentence(
     assert [check.sentence.partition(":")[0] for check in paths] == names
 
 
-@pytest.mark.parametrize("transport", [ShmTransport, TcpTransport])
+def test_auto_may_take_nixl_between_hosts_where_it_is_best() -> None:
+    deployment = plan(settings_of(), FACTS, cores=2, shares_memory=True, rdma=RDMA)
+
+    paths = checks_of(deployment, "DATA-PATH")
+    assert [check.sentence.partition(":")[0] for check in paths] == ["shm", "nixl", "tcp"]
+
+
+@pytest.mark.parametrize("transport", [ShmTransport, TcpTransport, NixlTransport])
 def test_what_is_said_of_a_transport_is_what_it_declares(transport) -> None:
     assert DATA_PATHS[transport.name] == transport.capabilities.data_path
 
