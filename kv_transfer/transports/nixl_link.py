@@ -225,9 +225,10 @@ class NixlLinks:
             raise LinkRefusedError(f"no agent for {peer.worker_id}: {error}") from error
         try:
             return NixlLink(agent, peer, remote, self._stall_s)
-        except LinkRefusedError:
-            agent.close()
-            raise
+        except LinkRefusedError as error:
+            refusal = str(error)
+        agent.close()  # only now: the failure's traceback referred to it
+        raise LinkRefusedError(refusal)
 
     def _kept(self) -> list[NixlLink]:
         return [task.result() for task in self._making.values() if _has_result(task)]

@@ -5,13 +5,15 @@
 For each block size and transport: GB/s of a transfer of many blocks, of the same bytes by
 sendall/recv_into over one blocking connection, and of the same copied within this process; and the
 time from asking for one block to having it against one plain request and answer. Rounds alternate,
-so that a busy machine is busy for all.
+so that a busy machine is busy for all. With the extra rdma, nixl is measured too: within this host
+it copies by CMA, and with UCX_TLS=tcp in the environment as between hosts without RDMA.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import socket
 import statistics
 import struct
@@ -29,8 +31,9 @@ from kv_transfer.handoff import FirstToken, GrantedBlock, PeerInfo, TransferKey
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.transport import Transport
+from kv_transfer.transports.nixl_agent import has_nixl
 from tests.fakes.block_memory import ByteMemory, peer_info, transfer_key
-from tests.fakes.stream_kinds import shm_transport, tcp_transport
+from tests.fakes.stream_kinds import nixl_transport, shm_transport, tcp_transport
 
 POOL_BYTES = 96 * 1024 * 1024
 SIZES_KIB = (16, 64, 360, 720)
@@ -55,6 +58,11 @@ def info(name: str, size_kib: int) -> PeerInfo:
     )
 
 
+def makers() -> list[Callable[[], Transport]]:
+    """The transports that there are here, best known first."""
+    return [tcp_transport, shm_transport, *([nixl_transport] if has_nixl() else [])]
+
+
 def serve_plain(listener: socket.socket, memory: ByteMemory) -> None:
     """Answer (count, -) with the first `count` blocks, until the peer closes."""
     connection, _ = listener.accept()
@@ -73,13 +81,14 @@ async def serve(size_kib: int) -> None:
         memory=memory,
         me=info("p", size_kib),
         generation_of=memory.generation_of,
-        transports=[tcp_transport(), shm_transport()],
+        transports=[make() for make in makers()],
         on_end=lambda _key, _reason: None,
     )
     listener = socket.create_server(("127.0.0.1", 0))
     plain = asyncio.create_task(asyncio.to_thread(serve_plain, listener, memory))
     peer = await sender.start()
-    print(*(address for _, address in peer.endpoints), listener.getsockname()[1], flush=True)
+    told = {"endpoints": peer.endpoints, "port": listener.getsockname()[1]}
+    print(json.dumps(told), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         transfer_id, count = line.split()
         key = transfer_key(transfer_id)
@@ -105,9 +114,10 @@ class Peer:
             stdout=subprocess.PIPE,
             text=True,
         )
-        tcp, shm, port = self._line().split()
-        self.info = replace(info("p", size_kib), endpoints=(("tcp", tcp), ("shm", shm)))
-        self.plain = socket.create_connection(("127.0.0.1", int(port)))
+        told = json.loads(self._line())
+        endpoints = tuple((name, address) for name, address in told["endpoints"])
+        self.info = replace(info("p", size_kib), endpoints=endpoints)
+        self.plain = socket.create_connection(("127.0.0.1", told["port"]))
         self.plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.opened = 0
 
@@ -127,7 +137,10 @@ class Peer:
 
     def _line(self) -> str:
         assert self.process.stdout is not None
-        return self.process.stdout.readline()
+        line = "["
+        while line.startswith("["):  # UCX warns on standard output
+            line = self.process.stdout.readline()
+        return line
 
 
 def plain_copy(peer: Peer, memory: ByteMemory, count: int) -> float:
@@ -202,7 +215,7 @@ async def measure(size_kib: int, rounds: int) -> None:
     memory, source = (ByteMemory(count, size, shared=True) for _ in range(2))
     source.fill(2)
     peer = Peer(size_kib)
-    measured = [Measurement(make, memory, size_kib) for make in (tcp_transport, shm_transport)]
+    measured = [Measurement(make, memory, size_kib) for make in makers()]
     for measurement in measured:
         await measurement.receiver.start()
     plain, copied, one_plain = [], [], []
