@@ -571,7 +571,7 @@ async def test_a_block_that_differs_from_its_digest_does_not_land(kind):
 
 
 async def test_a_hundred_transfers_leave_no_descriptor_and_no_thread_behind(kind):
-    async with kv_link(kind.transport(timings=QUICK)) as link:
+    async with kv_link(kind.transport()) as link:
 
         async def round_trip(name):
             key = link.offer(name)
