@@ -34,7 +34,7 @@ class LinkSecurity:
     """None is a plain connection."""
 
     def accepted(self, connection: socket.socket) -> FrameSocket:
-        """Frames over a connection from a peer; OSError if it has ended, and is closed."""
+        """Frames over a connection from a peer; OSError if it has ended."""
         if self.tls is None:
             return FrameSocket(connection)
         return TlsFrameSocket.accepted(connection, self.tls)

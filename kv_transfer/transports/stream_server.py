@@ -140,6 +140,7 @@ class StreamBlockServer:
                 frames = self._security.accepted(accepted)
             except OSError as error:  # the peer is gone already
                 logger.info("connection lost error=%s", error)
+                accepted.close()
                 continue
             self._serve(frames)
 
