@@ -71,6 +71,8 @@ class TlsFrameSocket(FrameSocket):
     @staticmethod
     def accepted(connection: socket.socket, contexts: TlsContexts) -> TlsFrameSocket:
         """Over a connection from a peer; OSError if it has ended."""
+        # Python's wrapper would leave the socket of a connection that was reset open.
+        connection.getpeername()
         wrapped = contexts.server.wrap_socket(
             connection, server_side=True, do_handshake_on_connect=False
         )
