@@ -69,6 +69,10 @@ class KVGroup:
         return min(everything, ceil_div(seen - 1, block_size) + 1)
 
 
+def _digest(*fields: object) -> str:
+    return hashlib.sha256(repr(fields).encode()).hexdigest()[:32]
+
+
 def group_layers(sliding_windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
     """Part layers, given by their windows, into groups of equal number; full ones come first.
 
@@ -88,7 +92,9 @@ def group_layers(sliding_windows: Sequence[int | None]) -> tuple[KVGroup, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """How one block's bytes are laid out; two workers may exchange blocks only if it is equal.
+    """How one block's bytes are laid out.
+
+    Two workers may exchange blocks if it is equal, or differs in nothing that can be repacked.
 
     A block is `[layers of a group, 2 (K, V), block_size, num_kv_heads, head_dim]` of `dtype`,
     contiguous: one piece on the wire, fixed strides per layer for attention.
@@ -99,10 +105,15 @@ class KVLayout:
     element_bytes: int
     num_layers: int
     num_kv_heads: int
+    """In this pool: of a tensor-parallel rank, its share."""
     head_dim: int
     block_size: int
     sliding_windows: tuple[int | None, ...] = ()
     """By layer; empty if none has one."""
+    tp_size: int = 1
+    """Ranks over which the model's KV heads are split, in equal runs."""
+    tp_rank: int = 0
+    """Which run of them this pool has."""
     groups: tuple[KVGroup, ...] = field(init=False)
     """Made of the windows."""
 
@@ -113,6 +124,8 @@ class KVLayout:
         # A window of one token would be a layer that sees nothing but itself.
         if any(window is not None and window < 2 for window in windows):
             raise ValueError(f"sliding windows must be of 2 tokens at least: {windows}")
+        if not 0 <= self.tp_rank < self.tp_size:
+            raise ValueError(f"there is no rank {self.tp_rank} of {self.tp_size}")
         object.__setattr__(self, "groups", group_layers(windows))
 
     @property
@@ -141,19 +154,25 @@ class KVLayout:
         return self.layers_per_block * self.bytes_per_layer_token * self.block_size
 
     @property
-    def fingerprint(self) -> str:
-        """Digest of everything a peer must agree on before it reads a block (128 bits, hex)."""
-        fields = (
+    def content_fingerprint(self) -> str:
+        """Digest of what the numbers are, wherever they lie (128 bits, hex).
+
+        Peers that agree on it can repack each other's blocks (`kv_transfer/repack.py`).
+        """
+        return _digest(
             PROTOCOL_VERSION,
             self.model_digest,
             self.dtype,
             self.element_bytes,
-            self.num_kv_heads,
+            self.num_kv_heads * self.tp_size,
             self.head_dim,
-            self.block_size,
             tuple((group.layers, group.sliding_window) for group in self.groups),
         )
-        return hashlib.sha256(repr(fields).encode()).hexdigest()[:32]
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of everything a peer must agree on to read a block as it is (128 bits, hex)."""
+        return _digest(self.content_fingerprint, self.block_size, self.tp_size, self.tp_rank)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks of one group that hold num_tokens tokens."""

@@ -23,13 +23,21 @@ class PeerInfo:
     """New for every process start (uuid hex): a restart under the same address is another peer."""
     fingerprint: str
     """`KVLayout.fingerprint` of the pool: says whether two layouts are one, and not why not."""
+    content_fingerprint: str
+    """`KVLayout.content_fingerprint`: equal where blocks hold the same numbers, if elsewhere."""
     model_digest: str
     dtype: str
     num_layers: int
     num_kv_heads: int
+    """In this pool."""
     head_dim: int
     block_size: int
     bytes_per_block: int
+    has_sliding_window: bool
+    """Of any layer."""
+    tp_size: int
+    tp_rank: int
+    """Which of tp_size equal runs of the model's KV heads this pool has."""
     max_model_len: int
     """The window, in tokens."""
     pool_tokens: int
@@ -54,6 +62,7 @@ class PeerInfo:
             worker_id=worker_id,
             incarnation=incarnation,
             fingerprint=layout.fingerprint,
+            content_fingerprint=layout.content_fingerprint,
             model_digest=layout.model_digest,
             dtype=layout.dtype,
             num_layers=layout.num_layers,
@@ -61,6 +70,9 @@ class PeerInfo:
             head_dim=layout.head_dim,
             block_size=layout.block_size,
             bytes_per_block=layout.bytes_per_block,
+            has_sliding_window=layout.has_sliding_window,
+            tp_size=layout.tp_size,
+            tp_rank=layout.tp_rank,
             max_model_len=max_model_len,
             pool_tokens=pool_tokens,
             host=host,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Never
 
 from kv_transfer.handoff import Grant, PeerInfo, TransferKey, Verdict
+from kv_transfer.landing import Landing
 from kv_transfer.protocol import (
     Action,
     Answered,
@@ -28,7 +29,6 @@ from kv_transfer.protocol import (
 )
 from kv_transfer.transfer_thread import run_beside
 from kv_transfer.transport import (
-    BlockMemory,
     Clock,
     CorruptTransferError,
     FetchSession,
@@ -44,7 +44,7 @@ class PullOrder:
     """What to pull, from whom, and how long it may take."""
 
     transport: Transport
-    memory: BlockMemory
+    landing: Landing
     peer: PeerInfo
     key: TransferKey
     me: PeerInfo
@@ -112,7 +112,7 @@ class Pull:
             async with deadline:
                 order = self._order
                 session = await order.transport.connect(
-                    order.memory, order.peer, order.key, order.me
+                    order.landing.memory, order.peer, order.key, order.me
                 )
                 self._session = session
                 self._protocol.apply(Opened())
@@ -141,9 +141,12 @@ class Pull:
             )
 
     async def _fetch(self, session: FetchSession, fetch: Fetch) -> Action | None:
+        landing = self._order.landing
         action: Action | None = None
-        async for block in session.fetch(fetch.blocks, fetch.placement):
-            action = self._protocol.apply(BlockLanded(block))
+        for blocks, placement in landing.parts(fetch):
+            async for block in session.fetch(blocks, placement):
+                landing.place(block)
+                action = self._protocol.apply(BlockLanded(block))
         return action
 
     async def _listen(self, session: FetchSession) -> None:
@@ -182,7 +185,7 @@ class Pull:
             prompt_logprobs=self._protocol.prompt_logprobs,
             num_tokens=self._order.num_tokens,
             num_blocks=num_blocks,
-            num_bytes=num_blocks * self._order.memory.bytes_per_block,
+            num_bytes=num_blocks * self._order.landing.memory.bytes_per_block,
             transport=self._order.transport.name,
             fetch_s=confirmed_at - started_at,
             wait_s=confirmed_at - self._last_grant_at,

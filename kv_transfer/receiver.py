@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
-from kv_transfer.compatibility import check_compatible
+from kv_transfer.compatibility import block_shape, check_compatible
 from kv_transfer.durations import HANDOFF_BOUNDS_S, DurationCounts, Durations
-from kv_transfer.geometry import BlockId
+from kv_transfer.geometry import BlockId, ceil_div
 from kv_transfer.handoff import PeerInfo, TransferKey
+from kv_transfer.landing import InPlace, Landing, Repacked
 from kv_transfer.protocol import ReceiverProtocol
 from kv_transfer.pull import Pull, PullOrder
 from kv_transfer.selection import Choice, Offer, choose
@@ -126,7 +127,8 @@ class KVReceiver:
     ) -> IncomingTransfer:
         """Prepare to pull `num_tokens` tokens, the i-th missing block into `placement[i]`.
 
-        Missing are, group by group, the prompt's blocks from the index in `first_blocks` on.
+        Missing are, group by group, the prompt's blocks from the index in `first_blocks` on:
+        blocks of this worker's size, whatever the peer's are.
         Nothing is asked for before `pull`. Raises `LinkRefusedError` if the workers do not fit
         each other or have no transport in common, ValueError for a placement that is too short,
         names a block twice, or is outside the pool.
@@ -135,9 +137,14 @@ class KVReceiver:
         outside = [block for block in placement if not 0 <= block < self._memory.num_blocks]
         if outside:
             raise ValueError(f"blocks {outside} of {self._memory.num_blocks} in the placement")
+        landing: Landing = InPlace(self._memory)
+        if peer.block_size != self._me.block_size:
+            landing, placement, first_blocks = self._repacked(
+                peer, placement, num_tokens, first_blocks
+            )
         order = PullOrder(
-            transport=self._transport_to(peer),
-            memory=self._memory,
+            transport=self._transport_to(peer, self._offers_for(peer)),
+            landing=landing,
             peer=peer,
             key=key,
             me=self._me,
@@ -147,7 +154,7 @@ class KVReceiver:
         )
         protocol = ReceiverProtocol(
             num_tokens=num_tokens,
-            block_size=self._me.block_size,
+            block_size=peer.block_size,
             placement=placement,
             first_blocks=first_blocks,
         )
@@ -157,6 +164,31 @@ class KVReceiver:
     def stats(self) -> ReceiverStats:
         """Counters as they are now."""
         return self._ledger.stats(self._links)
+
+    def _repacked(
+        self,
+        peer: PeerInfo,
+        placement: Sequence[BlockId],
+        num_tokens: int,
+        first_blocks: tuple[int, ...],
+    ) -> tuple[Landing, Sequence[BlockId], tuple[int, ...]]:
+        """A landing for blocks of the peer's size; what is expected, and covered, is those.
+
+        The protocol's placement only numbers them: where their tokens go, the landing knows.
+        """
+        (first_block,) = first_blocks  # several groups are not repacked
+        first_token = first_block * self._me.block_size
+        landing = Repacked(
+            self._memory,
+            placement,
+            source=block_shape(peer),
+            own=block_shape(self._me),
+            first_token=first_token,
+            num_tokens=num_tokens,
+        )
+        num_theirs = ceil_div(num_tokens, peer.block_size)
+        numbers = [BlockId(number) for number in range(num_theirs)]
+        return landing, numbers, (first_token // peer.block_size,)
 
     async def close(self) -> None:
         """Abort every transfer, wait for its fence, end the thread; safe to repeat."""
@@ -169,8 +201,26 @@ class KVReceiver:
         for transport in self._transports.values():
             await transport.close()
 
-    def _transport_to(self, peer: PeerInfo) -> Transport:
-        choice = choose(self._offers, self._me, peer)
+    def _offers_for(self, peer: PeerInfo) -> Sequence[Offer]:
+        """The transports that can bring its blocks; `LinkRefusedError` if there is none."""
+        if peer.block_size == self._me.block_size:
+            return self._offers
+        # Scratch blocks live as long as a transfer: not for one that registers memory for longer.
+        offers = [
+            offer
+            for offer in self._offers
+            if self._transports[offer.name].capabilities.fence == "on_close"
+        ]
+        if not offers:
+            raise LinkRefusedError(
+                f"block size differs: {peer.block_size} on {peer.worker_id}, "
+                f"{self._me.block_size} on {self._me.worker_id}; transport "
+                f"{' or '.join(self._transports)} cannot repack"
+            )
+        return offers
+
+    def _transport_to(self, peer: PeerInfo, offers: Sequence[Offer]) -> Transport:
+        choice = choose(offers, self._me, peer)
         if self._links.get(peer.worker_id) != choice:
             logger.info(
                 "link peer=%s transport=%s reason=%s",

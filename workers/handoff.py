@@ -123,7 +123,7 @@ class Handoffs:
         end = ceil_div(len(call.token_ids), block_size)
         missing = _missing(admitted, skip_blocks, end)
         asked_at = self._clock()
-        answers = self._prefill.prefill(self._request_of(call, epoch, skip_blocks))
+        answers = self._prefill.prefill(self._request_of(call, epoch, admitted.num_hit_tokens))
         try:
             accepted = await self._ask(call, answers)
             accept_s = self._clock() - asked_at
@@ -136,7 +136,7 @@ class Handoffs:
         finally:
             await _close(answers)
 
-    def _request_of(self, call: Call, epoch: int, skip_blocks: int) -> PrefillRequest:
+    def _request_of(self, call: Call, epoch: int, skip_tokens: int) -> PrefillRequest:
         request = call.request
         return PrefillRequest(
             request_id=request.request_id,
@@ -146,7 +146,7 @@ class Handoffs:
             prompt_token_ids=call.token_ids,
             sampling=request.sampling,
             timeout_s=self._time_left(call),
-            skip_blocks=skip_blocks,
+            skip_tokens=skip_tokens,
             cache_salt=request.cache_salt,
             num_resumed=len(request.resumed_token_ids),
         )

@@ -163,8 +163,8 @@ class PrefillRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     timeout_s: float | None = None
-    skip_blocks: int = 0
-    """Leading blocks of the prompt that decode has already: they are not granted."""
+    skip_tokens: int = 0
+    """Of the prompt, what decode has already: blocks with nothing else in them are not granted."""
     cache_salt: str = field(default="", repr=False)
     num_resumed: int = 0
     """How many of the prompt's last tokens are output of an earlier attempt."""

@@ -359,6 +359,12 @@ def _count(value: object) -> int:
     return value
 
 
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise CorruptTransferError("expected true or false")
+    return value
+
+
 def _key(value: object) -> TransferKey:
     names = ("transfer_id", "epoch", "prefill_incarnation", "decode_incarnation")
     found = _object(value, names)
@@ -376,6 +382,7 @@ def _peer(value: object) -> PeerInfo:
         worker_id=_text(found["worker_id"]),
         incarnation=_text(found["incarnation"]),
         fingerprint=_text(found["fingerprint"]),
+        content_fingerprint=_text(found["content_fingerprint"]),
         model_digest=_text(found["model_digest"]),
         dtype=_text(found["dtype"]),
         num_layers=_count(found["num_layers"]),
@@ -383,6 +390,9 @@ def _peer(value: object) -> PeerInfo:
         head_dim=_count(found["head_dim"]),
         block_size=_count(found["block_size"]),
         bytes_per_block=_count(found["bytes_per_block"]),
+        has_sliding_window=_flag(found["has_sliding_window"]),
+        tp_size=_count(found["tp_size"]),
+        tp_rank=_count(found["tp_rank"]),
         max_model_len=_count(found["max_model_len"]),
         pool_tokens=_count(found["pool_tokens"]),
         host=_text(found["host"]),

@@ -32,6 +32,8 @@ class WatchedTransport:
         """Set when a session has begun to fetch."""
         self.violations: list[str] = []
         """Blocks that were freed while a session could still write to them."""
+        self.pool_memory: BlockMemory | None = None
+        """The pool that is watched, where sessions write to other memory too; None is any."""
         self.close_error: BaseException | None = None
         """Raised where a session should have passed its fence."""
         self._faults_of = faults_of
@@ -59,6 +61,8 @@ class WatchedTransport:
             base.damages = {f.piece: f.kind for f in faults if f.kind in DAMAGES}
         session = await base.connect(memory, peer, key, me)
         self.connected.set()
+        if self.pool_memory is not None and memory is not self.pool_memory:
+            return session
         return _WatchedSession(self, session, key)
 
     async def close(self) -> None:

@@ -121,6 +121,8 @@ class RigConfig:
     """Sizes of the workers of a rig."""
 
     layout: KVLayout = FAKE_LAYOUT
+    prefill_layout: KVLayout | None = None
+    """Of prefill workers, where it is another one."""
     num_blocks: int = 32
     """Of a decode worker, and of a prefill worker unless that has a size of its own."""
     prefill_blocks: int | None = None
@@ -139,12 +141,9 @@ class RigConfig:
         default_factory=lambda: DecodeConfig(local_prefill_tokens=3, transfer_deadline_s=20.0)
     )
 
-    @property
-    def window_blocks(self) -> int:
+    def window_blocks(self, layout: KVLayout) -> int:
         """Blocks that a request of the whole window needs at once."""
-        return self.layout.sequence_blocks(
-            self.max_model_len, chunk_tokens=self.prefill_chunk_tokens
-        )
+        return layout.sequence_blocks(self.max_model_len, chunk_tokens=self.prefill_chunk_tokens)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -201,11 +200,13 @@ class Rig:
         model: ModelFactory,
         transport: WatchedTransport,
         another: Callable[[], Transport],
+        prefill_model: ModelFactory,
     ) -> None:
         self.config = config
         self.clock = FakeClock()
         self.transport = transport
         self._model = model
+        self._prefill_model = prefill_model
         self._starts: Counter[str] = Counter()
         self.generation_shift = 0
         """Added to what the senders see: a pool that lost count."""
@@ -308,7 +309,14 @@ class Rig:
         self.side.engine.cancel(SequenceId(-1))
 
     def _decode_end(self, number: int, transport: WatchedTransport) -> DecodeEnd:
-        side = self._side(f"decode-{number}", self.config.num_blocks, watch=transport)
+        side = self._side(
+            f"decode-{number}",
+            self._model,
+            self.config.layout,
+            self.config.num_blocks,
+            watch=transport,
+        )
+        transport.pool_memory = side.memory
         receiver = KVReceiver(
             memory=side.memory,
             me=side.info,
@@ -334,19 +342,32 @@ class Rig:
     def _prefill_side(self, number: int) -> Side:
         config = self.config
         return self._side(
-            f"prefill-{number}", config.prefill_blocks or config.num_blocks, watch=None
+            f"prefill-{number}",
+            self._prefill_model,
+            config.prefill_layout or config.layout,
+            config.prefill_blocks or config.num_blocks,
+            watch=None,
         )
 
-    def _side(self, worker_id: str, num_blocks: int, *, watch: WatchedTransport | None) -> Side:
+    def _side(
+        self,
+        worker_id: str,
+        model: ModelFactory,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        watch: WatchedTransport | None,
+    ) -> Side:
         config = self.config
         self._starts[worker_id] += 1
-        runner, memory = self._model(num_blocks)
+        runner, memory = model(num_blocks)
+        window_blocks = config.window_blocks(layout)
         pool = WatchedPool(
             num_blocks=num_blocks,
-            block_size=config.layout.block_size,
+            block_size=layout.block_size,
             max_model_len=config.max_model_len,
-            window_blocks=config.window_blocks,
-            sliding_windows=[group.sliding_window for group in config.layout.groups],
+            window_blocks=window_blocks,
+            sliding_windows=[group.sliding_window for group in layout.groups],
             transport=watch,
         )
         scheduler = Scheduler(
@@ -358,10 +379,10 @@ class Rig:
                 prefill_chunk_tokens=config.prefill_chunk_tokens,
                 queue_limit=config.queue_limit,
             ),
-            PrefixScope(fingerprint=config.layout.fingerprint, block_size=config.layout.block_size)
+            PrefixScope(fingerprint=layout.fingerprint, block_size=layout.block_size)
             if config.prefix_cache
             else None,
-            groups=config.layout.groups,
+            groups=layout.groups,
         )
         return Side(
             runner=runner,
@@ -370,11 +391,11 @@ class Rig:
             scheduler=scheduler,
             engine=Engine(scheduler, runner, self.clock),
             info=PeerInfo.of(
-                config.layout,
+                layout,
                 worker_id=worker_id,
                 incarnation=f"{worker_id}-{self._starts[worker_id]}",
                 max_model_len=config.max_model_len,
-                pool_tokens=num_blocks * config.max_model_len // config.window_blocks,
+                pool_tokens=num_blocks * config.max_model_len // window_blocks,
                 host="here",
             ),
         )
@@ -391,7 +412,10 @@ class Rig:
             on_end=lambda key, reason: worker.on_transfer_end(key, reason),
         )
         worker = PrefillWorker(
-            engine=side.engine, sender=sender, layout=self.config.layout, clock=self.clock
+            engine=side.engine,
+            sender=sender,
+            layout=self.config.prefill_layout or self.config.layout,
+            clock=self.clock,
         )
         return worker
 
@@ -404,15 +428,18 @@ async def worker_rig(
     transport: Transport | None = None,
     another: Callable[[], Transport] | None = None,
     faults_of: Callable[[int], Sequence[Fault]] | None = None,
+    prefill_model: ModelFactory | None = None,
 ) -> AsyncIterator[Rig]:
     """Started workers over a transport, tcp by default; stopped and checked at the end.
 
     `another` makes the transports of the second decode worker and those after it, where one may
-    not serve several.
+    not serve several. `prefill_model` is for a `prefill_layout`.
     """
     base = transport or tcp_transport()
     watched = WatchedTransport(base, faults_of)
-    rig = Rig(config or RigConfig(), model, watched, another or (lambda: base))
+    rig = Rig(
+        config or RigConfig(), model, watched, another or (lambda: base), prefill_model or model
+    )
     await rig.start()
     try:
         yield rig

@@ -1,4 +1,4 @@
-"""Two workers link if their layouts and windows are equal, and else are told what is not."""
+"""Two workers link if their layouts are one, or can be repacked, and else are told what is not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ NAMED = {
     "num_layers": "number of layers",
     "num_kv_heads": "number of KV heads",
     "head_dim": "head size",
-    "block_size": "block size",
 }
 WINDOW = 1024
 
@@ -56,6 +55,9 @@ def test_each_field_alone_keeps_two_workers_apart(layout, data):
     ours = getattr(layout, name)
     theirs = data.draw(FIELDS[name].filter(lambda value: value != ours))
     other = dataclasses.replace(layout, **{name: theirs})
+    if name == "block_size":  # which is repacked
+        check_compatible(peer(layout, "prefill-0"), peer(other, "decode-0"))
+        return
 
     with pytest.raises(LinkRefusedError) as refused:
         check_compatible(peer(layout, "prefill-0"), peer(other, "decode-0"))
@@ -65,6 +67,27 @@ def test_each_field_alone_keeps_two_workers_apart(layout, data):
         assert said == f"{NAMED[name]} differs: {ours} on prefill-0, {theirs} on decode-0"
     else:
         assert said.startswith("bytes per block differs")
+
+
+@given(layout=layouts, theirs=FIELDS["block_size"], data=st.data())
+def test_block_sizes_keep_two_workers_apart_where_anything_else_differs(layout, theirs, data):
+    """Also where it is a sliding window of both, or which part of the heads a pool has."""
+    name = data.draw(st.sampled_from(["sliding_windows", "tp_rank", *sorted(set(FIELDS))]))
+    windows = (8,) * layout.num_layers
+    changes = {"sliding_windows": windows, "tp_rank": 1}
+    if name == "sliding_windows":
+        layout = dataclasses.replace(layout, sliding_windows=windows)
+    elif name == "tp_rank":
+        layout = dataclasses.replace(layout, tp_size=2)
+    elif name == "block_size":
+        changes["sliding_windows"], name = (9,) * layout.num_layers, "sliding_windows"
+    else:
+        changes[name] = data.draw(FIELDS[name].filter(lambda v: v != getattr(layout, name)))
+    other = dataclasses.replace(layout, block_size=layout.block_size + theirs)
+    other = dataclasses.replace(other, **{name: changes[name]})
+
+    with pytest.raises(LinkRefusedError, match=r" on prefill-0, .* on decode-0$"):
+        check_compatible(peer(layout, "prefill-0"), peer(other, "decode-0"))
 
 
 @given(layout=layouts, data=st.data())

@@ -25,6 +25,8 @@ def test_equal_workers_may_exchange_blocks():
         ("head_dim", 16),
         ("block_size", 8),
         ("bytes_per_block", 8192),
+        ("tp_size", 2),
+        ("tp_rank", 1),
         ("max_model_len", 32),
     ],
 )
@@ -39,6 +41,44 @@ def test_each_difference_alone_is_refused_and_both_values_are_named(field, value
         check_compatible(prefill, decode)
     assert str(value) in str(refused.value)
     assert str(getattr(PREFILL, field)) in str(refused.value)
+
+
+SMALLER_BLOCKS = dataclasses.replace(
+    DECODE, block_size=2, bytes_per_block=2048, fingerprint="s" * 32
+)
+
+
+def test_blocks_of_another_size_are_repacked():
+    check_compatible(PREFILL, SMALLER_BLOCKS)
+    check_compatible(SMALLER_BLOCKS, PREFILL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"content_fingerprint": "0" * 32}, "block size differs: 4 on prefill-0, 2 on decode-0"),
+        ({"has_sliding_window": True}, "block size differs: 4 on prefill-0, 2 on decode-0"),
+        ({"bytes_per_block": 2049}, "block size differs: 4 on prefill-0, 2 on decode-0"),
+        ({"bytes_per_block": 1024}, "block size differs: 4 on prefill-0, 2 on decode-0"),
+        (
+            {"tp_rank": 1, "tp_size": 1},
+            "tensor-parallel rank differs: 0 of 1 on prefill-0, 1 of 1 on decode-0",
+        ),
+        ({"max_model_len": 32}, "window differs: 64 on prefill-0, 32 on decode-0"),
+    ],
+)
+def test_blocks_of_another_size_are_refused_where_anything_else_differs(changes, named):
+    with pytest.raises(LinkRefusedError) as refused:
+        check_compatible(PREFILL, dataclasses.replace(SMALLER_BLOCKS, **changes))
+    assert str(refused.value) == named
+
+
+def test_blocks_of_no_tokens_are_refused():
+    """As a peer may say that its blocks are."""
+    with pytest.raises(LinkRefusedError, match="block size differs"):
+        check_compatible(
+            dataclasses.replace(PREFILL, block_size=0, bytes_per_block=0), SMALLER_BLOCKS
+        )
 
 
 def test_a_difference_is_named_by_what_people_know_it_by():

@@ -44,12 +44,28 @@ def test_a_started_block_counts_whole(num_tokens, blocks):
         ("num_kv_heads", 4),
         ("head_dim", 32),
         ("block_size", 32),
+        ("tp_size", 2),
     ],
 )
 def test_each_field_alone_changes_the_fingerprint(field, value):
     other = dataclasses.replace(LAYOUT, **{field: value})
     assert other.fingerprint != LAYOUT.fingerprint
     assert len(other.fingerprint) == 32
+
+
+def test_where_the_numbers_lie_changes_the_fingerprint_and_not_that_of_the_content():
+    half = dataclasses.replace(LAYOUT, num_kv_heads=LAYOUT.num_kv_heads // 2 or 1, tp_size=2)
+    whole = dataclasses.replace(half, num_kv_heads=half.num_kv_heads * 2, tp_size=1)
+    layouts = [whole, dataclasses.replace(whole, block_size=32), half]
+    layouts.append(dataclasses.replace(half, tp_rank=1))
+
+    assert len({layout.fingerprint for layout in layouts}) == 4
+    assert len({layout.content_fingerprint for layout in layouts}) == 1
+
+
+def test_a_rank_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="no rank 2 of 2"):
+        dataclasses.replace(LAYOUT, tp_size=2, tp_rank=2)
 
 
 def test_windows_change_the_fingerprint_and_so_does_which_layers_have_them():

@@ -307,6 +307,24 @@ async def test_a_peer_that_does_not_fit_is_refused_before_anything_is_sent():
             link.incoming(link.offer())
 
 
+async def test_blocks_of_another_size_are_refused_where_no_transport_can_repack():
+    transport = FaultyTransport()
+    async with kv_link(transport) as link:
+        link.peer = dataclasses.replace(
+            link.peer,
+            fingerprint="0" * 32,
+            block_size=2 * link.peer.block_size,
+            bytes_per_block=2 * link.peer.bytes_per_block,
+        )
+        key = link.offer()
+        link.incoming(key)
+        transport.capabilities = dataclasses.replace(
+            transport.capabilities, fence="on_agent_restart"
+        )
+        with pytest.raises(LinkRefusedError, match=r"block size differs: 8 .* 4 .* cannot repack"):
+            link.incoming(key)
+
+
 @pytest.mark.parametrize("places", [PLACES[:5], [*PLACES[:5], BlockId(16)], [BlockId(1)] * 6])
 async def test_a_placement_that_cannot_be_is_refused(places):
     async with kv_link(FaultyTransport()) as link:

@@ -133,6 +133,15 @@ def test_a_greeting_with_other_fields_or_types_is_corrupt(payload):
         wire.unpack_hello(payload)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("has_sliding_window", 1), ("tp_size", True), ("content_fingerprint", 0)]
+)
+def test_a_greeting_with_a_value_of_another_type_is_corrupt(field, value):
+    me = peer_info("decode-0", "d-1", bytes_per_block=96)
+    with pytest.raises(CorruptTransferError):
+        wire.unpack_welcome(wire.pack_welcome(dataclasses.replace(me, **{field: value})))
+
+
 @pytest.mark.parametrize("verdict", list(Verdict))
 def test_a_verdict_comes_back_as_it_was(verdict):
     assert wire.unpack_verdict(wire.pack_verdict(verdict)) is verdict

@@ -81,7 +81,7 @@ async def test_hit_on_decode_shortens_the_fetch_and_hit_on_prefill_the_computati
         moved = rig.receiver.stats().blocks_published
         end = await ask(rig, longer)
         assert (end.prefilled_by, end.cached_tokens) == ("prefill-0", HIT)
-        assert rig.prefill.requests[1].skip_blocks == HIT // BLOCK_SIZE
+        assert rig.prefill.requests[1].skip_tokens == HIT
         assert computed(rig) == (21 + len(longer) - HIT, 0)
         assert rig.receiver.stats().blocks_published - moved == 8 - HIT // BLOCK_SIZE
 
@@ -94,7 +94,7 @@ async def test_hit_on_decode_alone_is_not_told_as_cached():
         forget(rig, decode=False)
         end = await ask(rig, longer)
         assert end.cached_tokens == 0
-        assert rig.prefill.requests[1].skip_blocks == HIT // BLOCK_SIZE
+        assert rig.prefill.requests[1].skip_tokens == HIT
         assert computed(rig) == (21 + len(longer), 0)
 
 
@@ -104,7 +104,7 @@ async def test_hit_on_prefill_alone_is_granted_as_what_is_computed():
         forget(rig, decode=True)
         end = await ask(rig)
         assert (end.prefilled_by, end.cached_tokens) == ("prefill-0", HIT)
-        assert rig.prefill.requests[1].skip_blocks == 0
+        assert rig.prefill.requests[1].skip_tokens == 0
         assert computed(rig) == (22, 0)
         assert rig.receiver.stats().blocks_published == 6 + 6
 
@@ -145,7 +145,7 @@ async def test_another_salt_finds_nothing_on_either_side():
         await ask(rig, salt="a")
         end = await ask(rig, salt="b")
         assert (end.prefilled_by, end.cached_tokens) == ("prefill-0", 0)
-        assert rig.prefill.requests[1].skip_blocks == 0
+        assert rig.prefill.requests[1].skip_tokens == 0
         assert computed(rig) == (42, 0)
         assert (await ask(rig, salt="a")).cached_tokens == HIT
 
@@ -199,8 +199,8 @@ async def test_blocks_of_a_failed_transfer_are_found_by_nobody():
         end = await ask(rig, longer)
         assert rig.decode.stats()[2].failures == {"CorruptTransferError": 1}
         assert end.prefilled_by == "prefill-0"
-        skips = [request.skip_blocks for request in rig.prefill.requests]
-        assert skips == [0, HIT // BLOCK_SIZE, HIT // BLOCK_SIZE]
+        skips = [request.skip_tokens for request in rig.prefill.requests]
+        assert skips == [0, HIT, HIT]
         assert rig.side.pool.counts().quarantined == 0
 
 

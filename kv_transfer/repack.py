@@ -1,0 +1,141 @@
+"""Which bytes of another worker's blocks go where in one's own, if the two are laid out apart.
+
+The same model's KV can lie in two pools in two ways and be the same numbers: blocks can be of
+different sizes, and a tensor-parallel rank has its share of the KV heads. A block is
+`[layers, 2 (K, V), tokens, heads, head_bytes]` (`KVLayout`), so what two blocks have in common is
+a box of tokens and heads, the same in every layer, for K and for V. A plan names those boxes and
+touches no byte; `kv_transfer/landing.py` copies.
+
+Sources are planned one at a time. Of a prompt that lies on several ranks, each rank's plan fills
+its heads of the same blocks; together they fill all of them, and none a second time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kv_transfer.geometry import KVLayout, ceil_div
+
+__all__ = ["BlockShape", "Box", "RepackPlan", "Span"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockShape:
+    """What the bytes of a block are: `[layers, 2 (K, V), tokens, heads, head_bytes]`."""
+
+    num_layers: int
+    block_size: int
+    """Tokens."""
+    num_heads: int
+    """KV heads in this pool."""
+    head_bytes: int
+    """Bytes of one head's K, or V, of one token."""
+    first_head: int = 0
+    """Which of the model's KV heads is the first one here."""
+
+    @staticmethod
+    def of(layout: KVLayout) -> BlockShape:
+        """The shape of a layout's blocks, which must all be of one group."""
+        return BlockShape(
+            num_layers=layout.layers_per_block,
+            block_size=layout.block_size,
+            num_heads=layout.num_kv_heads,
+            head_bytes=layout.head_dim * layout.element_bytes,
+            first_head=layout.tp_rank * layout.num_kv_heads,
+        )
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Size of a block."""
+        return self.num_layers * 2 * self.block_size * self.num_heads * self.head_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A run of tokens, or of heads, that begins at different places of two blocks."""
+
+    source: int
+    own: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """What a source block and one of our own have in common, in each layer, for K and for V."""
+
+    own_block: int
+    """Index of our block in the sequence."""
+    tokens: Span
+    heads: Span
+
+
+class RepackPlan:
+    """Where the tokens [first_token, num_tokens) of a sequence go, from one source."""
+
+    def __init__(
+        self, *, source: BlockShape, own: BlockShape, first_token: int, num_tokens: int
+    ) -> None:
+        """From blocks of shape `source` into blocks of shape `own`.
+
+        Raises ValueError if they differ in anything but block size and heads, have no head in
+        common, or there is no token to move.
+        """
+        if (source.num_layers, source.head_bytes) != (own.num_layers, own.head_bytes):
+            raise ValueError(
+                f"layers and bytes per head differ: {source.num_layers} and {source.head_bytes}, "
+                f"{own.num_layers} and {own.head_bytes}"
+            )
+        if not 0 <= first_token < num_tokens:
+            raise ValueError(f"tokens {first_token} to {num_tokens} are no range")
+        self._source_size = source.block_size
+        self._own_size = own.block_size
+        self._first_token = first_token
+        self._num_tokens = num_tokens
+        self._heads = _heads_in_common(source, own)
+
+    @property
+    def heads(self) -> Span:
+        """The heads that the source brings."""
+        return self._heads
+
+    @property
+    def source_blocks(self) -> range:
+        """Indices, in the sequence, of the source's blocks that are needed."""
+        first = self._first_token // self._source_size
+        return range(first, ceil_div(self._num_tokens, self._source_size))
+
+    @property
+    def own_blocks(self) -> range:
+        """Indices, in the sequence, of our blocks that are written to."""
+        first = self._first_token // self._own_size
+        return range(first, ceil_div(self._num_tokens, self._own_size))
+
+    def boxes(self, index: int) -> tuple[Box, ...]:
+        """Where the source's block of this index goes: IndexError if it is not needed.
+
+        Tokens before first_token stay out: they are in blocks that others may hold too.
+        """
+        if index not in self.source_blocks:
+            raise IndexError(f"source block {index} is not in {self.source_blocks}")
+        begin = index * self._source_size
+        token = max(begin, self._first_token)
+        end = min(begin + self._source_size, self._num_tokens)
+        boxes = []
+        while token < end:
+            own_block, offset = divmod(token, self._own_size)
+            length = min(self._own_size - offset, end - token)
+            tokens = Span(source=token - begin, own=offset, length=length)
+            boxes.append(Box(own_block=own_block, tokens=tokens, heads=self._heads))
+            token += length
+        return tuple(boxes)
+
+
+def _heads_in_common(source: BlockShape, own: BlockShape) -> Span:
+    first = max(source.first_head, own.first_head)
+    end = min(source.first_head + source.num_heads, own.first_head + own.num_heads)
+    if first >= end:
+        raise ValueError(
+            f"no head in common: {source.num_heads} from {source.first_head} on, "
+            f"{own.num_heads} from {own.first_head} on"
+        )
+    return Span(source=first - source.first_head, own=first - own.first_head, length=end - first)
