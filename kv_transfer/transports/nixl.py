@@ -40,13 +40,16 @@ from kv_transfer.transports.frame_socket import FrameSocket
 from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.nixl_agent import NixlAgent, Read, RemotePool, require_nixl
 from kv_transfer.transports.nixl_link import NixlLink, NixlLinks
-from kv_transfer.transports.stream_server import StreamBlockServer, StreamTimings
-from kv_transfer.transports.stream_session import (
+from kv_transfer.transports.stream_hooks import (
+    BlockOutlet,
+    BlockSource,
+    Delivery,
     Landing,
-    StreamSession,
-    connect_frames,
-    receive_directions,
+    PlainDelivery,
+    Say,
 )
+from kv_transfer.transports.stream_server import StreamBlockServer, StreamTimings
+from kv_transfer.transports.stream_session import StreamSession, connect_frames, receive_directions
 from kv_transfer.transports.tcp_socket import dial, listen
 from kv_transfer.transports.wire import FrameType, Identity
 
@@ -110,15 +113,13 @@ class NixlTransport:
 
     def server(self, memory: BlockMemory, authority: GrantAuthority, me: PeerInfo) -> BlockServer:
         """A server for the blocks of a prefill worker; its agent starts with it."""
-        outlet = _AgentOutlet(memory, self._host, me, self._options)
-        frames = StreamBlockServer(
-            outlet=outlet,
+        return StreamBlockServer(
+            outlet=_AgentOutlet(memory, self._host, me, self._options),
             authority=authority,
             me=me,
             security=self._security,
             timings=self._timings,
         )
-        return _NixlServer(outlet, frames)
 
     async def connect(
         self, memory: BlockMemory, peer: PeerInfo, key: TransferKey, me: PeerInfo
@@ -155,32 +156,33 @@ class _TrialMemory:
         return self._bytes
 
 
-class _AgentOutlet:
+class _AgentOutlet(BlockOutlet):
     """Blocks that stay where they are; a frame says that one is there, and its digest."""
 
     name = "nixl"
-    descriptor = None
 
     def __init__(
         self, memory: BlockMemory, host: str, me: PeerInfo, options: Mapping[str, str]
     ) -> None:
         self.bytes_per_block = memory.bytes_per_block
-        self.directions: bytes | None = None
         self._memory = memory
         self._host = host
         self._agent_name = f"{me.worker_id}:{me.incarnation}"
         self._options = options
         self._agent: NixlAgent | None = None
+        self._directions = b""
+        self._polling: asyncio.Task[None] | None = None
         self._pace = PollPace(idle_s=_IDLE_POLL_S, clock=time.monotonic)
         self._stirred = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the agent; nobody may read before."""
-        self._agent = await asyncio.to_thread(
+        """Start the agent, and do from now on what its readers need of this process."""
+        agent = self._agent = await asyncio.to_thread(
             NixlAgent, self._agent_name, self._memory, self._options
         )
-        head = _DIRECTIONS.pack(self._agent.address, self._agent.num_blocks)
-        self.directions = head + self._agent.metadata()
+        head = _DIRECTIONS.pack(agent.address, agent.num_blocks)
+        self._directions = head + agent.metadata()
+        self._polling = asyncio.create_task(self._poll(agent))
 
     def listen(self) -> tuple[socket.socket, str]:
         return listen(self._host, 0)
@@ -194,11 +196,23 @@ class _AgentOutlet:
     def refusal(self, accepted: socket.socket) -> str | None:
         return None
 
-    async def poll(self) -> None:
-        """Do for ever what readers need of this process: without it no READ over TCP moves."""
-        assert self._agent is not None, "polled before its start"
+    def delivery(self, key: TransferKey, say: Say) -> Delivery:
+        """Says where the blocks are; no more is needed."""
+        say(FrameType.DIRECTIONS, self._directions)
+        return PlainDelivery()
+
+    async def close(self) -> None:
+        """End the agent."""
+        if self._polling is not None:
+            self._polling.cancel()
+            await asyncio.gather(self._polling, return_exceptions=True)
+        if self._agent is not None:
+            self._agent.close()
+
+    async def _poll(self, agent: NixlAgent) -> None:
+        """Without it no READ over TCP moves."""
         while True:
-            self._agent.poll()
+            agent.poll()
             self._stirred.clear()
             delay_s = self._pace.delay_s()
             if not delay_s:
@@ -210,34 +224,8 @@ class _AgentOutlet:
             except TimeoutError:
                 continue
 
-    def close(self) -> None:
-        """End the agent; safe to repeat."""
-        if self._agent is not None:
-            self._agent.close()
 
-
-class _NixlServer:
-    """A stream server, and beside it the agent whose memory it announces."""
-
-    def __init__(self, outlet: _AgentOutlet, frames: StreamBlockServer) -> None:
-        self._outlet = outlet
-        self._frames = frames
-        self._polling: asyncio.Task[None] | None = None
-
-    async def start(self) -> str:
-        await self._outlet.start()
-        self._polling = asyncio.create_task(self._outlet.poll())
-        return await self._frames.start()
-
-    async def close(self) -> None:
-        await self._frames.close()
-        if self._polling is not None:
-            self._polling.cancel()
-            await asyncio.gather(self._polling, return_exceptions=True)
-        self._outlet.close()
-
-
-class _AgentSource:
+class _AgentSource(BlockSource):
     """Blocks that are read by a link's agent, many by one READ."""
 
     kind = FrameType.LOCATED

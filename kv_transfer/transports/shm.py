@@ -47,8 +47,9 @@ from kv_transfer.transport import (
 from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket, peer_credentials
 from kv_transfer.transports.link_security import LinkSecurity
+from kv_transfer.transports.stream_hooks import BlockOutlet, BlockSource, Landing
 from kv_transfer.transports.stream_server import StreamBlockServer, StreamTimings
-from kv_transfer.transports.stream_session import Landing, StreamSession, connect_frames
+from kv_transfer.transports.stream_session import StreamSession, connect_frames
 from kv_transfer.transports.wire import FrameType, Identity
 
 logger = logging.getLogger(__name__)
@@ -105,11 +106,10 @@ class ShmTransport:
         self._arenas.close()
 
 
-class _RegionOutlet:
+class _RegionOutlet(BlockOutlet):
     """Blocks that stay where they are; a frame says that one is there, and its digest."""
 
     name = "shm"
-    directions = None
 
     def __init__(self, memory: BlockMemory) -> None:
         if memory.region is None:
@@ -208,7 +208,7 @@ class _Arenas:
             arena.mapping.close()
 
 
-class _ArenaSource:
+class _ArenaSource(BlockSource):
     """Blocks that are copied out of a peer's arena."""
 
     kind = FrameType.LOCATED

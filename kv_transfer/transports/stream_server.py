@@ -13,9 +13,7 @@ import asyncio
 import logging
 import socket
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kv_transfer.authentication import Admitted
 from kv_transfer.handoff import GrantedBlock, PeerInfo, ReleaseReason, TransferKey
@@ -29,6 +27,7 @@ from kv_transfer.transport import (
 from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket, accept
 from kv_transfer.transports.link_security import LinkSecurity
+from kv_transfer.transports.stream_hooks import BlockOutlet, Delivery
 from kv_transfer.transports.wire import FrameType, Header, Identity
 
 logger = logging.getLogger(__name__)
@@ -49,35 +48,6 @@ class StreamTimings:
     """Without a byte from the peer it counts as lost."""
     keep_alive_s: float = 0.5
     """The server says that it is there at least this often."""
-
-
-class BlockOutlet(Protocol):
-    """What one transport's server does in its own way: where it listens, how it shows a block."""
-
-    @property
-    def name(self) -> str:
-        """The transport's."""
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Size of every block."""
-
-    @property
-    def descriptor(self) -> int | None:
-        """Goes to every receiver with the welcome, where there is one."""
-
-    @property
-    def directions(self) -> bytes | None:
-        """What a receiver must know to find the blocks; follows the welcome, where there is any."""
-
-    def listen(self) -> tuple[socket.socket, str]:
-        """A socket that listens, and its address for `PeerInfo.endpoints`."""
-
-    def frame(self, identity: Identity, block: GrantedBlock) -> Sequence[bytes | memoryview]:
-        """The frame that gives a block to its reader."""
-
-    def refusal(self, accepted: socket.socket) -> str | None:
-        """Why this connection is not to be served, if it is not."""
 
 
 class StreamBlockServer:
@@ -104,6 +74,7 @@ class StreamBlockServer:
 
     async def start(self) -> str:
         """Listen; returns the address."""
+        await self._outlet.start()
         listener, address = self._outlet.listen()
         listener.setblocking(False)
         self._listener = listener
@@ -112,13 +83,13 @@ class StreamBlockServer:
 
     async def close(self) -> None:
         """Stop listening and drop every connection; safe to repeat."""
-        if self._listener is None or self._accepting is None:
-            return
-        tasks = (self._accepting, *self._connections)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._listener.close()
+        if self._listener is not None and self._accepting is not None:
+            tasks = (self._accepting, *self._connections)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._listener.close()
+        await self._outlet.close()
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -209,9 +180,13 @@ class _Connection:
                 self._authority.note_stranger()
             logger.info("greeting failed admitted=%s error=%s", self.is_admitted, error)
             return
+        delivery = self._outlet.delivery(
+            key, lambda kind, payload: self._say(identity, kind, payload)
+        )
         try:
             await run_beside(
-                self._read(key, identity),
+                self._read(key, identity, delivery),
+                delivery.run(),
                 self._write(key, identity),
                 self._push_grants(key, identity),
                 self._keep_alive(key, identity),
@@ -240,7 +215,7 @@ class _Connection:
             raise
         return key, identity
 
-    async def _read(self, key: TransferKey, identity: Identity) -> None:
+    async def _read(self, key: TransferKey, identity: Identity, delivery: Delivery) -> None:
         while True:
             header = await self._next_header()
             wire.check_identity(header, identity)
@@ -250,43 +225,44 @@ class _Connection:
             wire.check_payload(header, identity, payload)
             match header.kind:
                 case FrameType.FETCH:
-                    self._take_request(key, wire.unpack_blocks(payload))
+                    self._take_request(key, wire.unpack_blocks(payload), delivery)
                 case FrameType.RENEW:
                     self._authority.renew(key)
                 case FrameType.CONFIRM:
                     verdict = self._authority.confirm(key)
                     self._has_answered = True
                     self._say(identity, FrameType.VERDICT, wire.pack_verdict(verdict))
-                    return await self._linger()
+                    return await self._linger(delivery)
                 case FrameType.RELEASE:
                     self._authority.release(key, ReleaseReason.RELEASED)
                     return None
                 case _:
-                    raise CorruptTransferError(f"a receiver sent {header.kind.name}")
+                    delivery.take(header.kind, payload)
 
-    async def _linger(self) -> None:
+    async def _linger(self, delivery: Delivery) -> None:
         """Wait for the receiver to close: closing first could destroy the verdict on its way."""
         rest = memoryview(bytearray(wire.HEADER_BYTES))
         try:
             async with asyncio.timeout(self._timings.silence_s):
+                await delivery.settle()
                 while True:
                     await self._frames.receive_into(rest)  # a renewal that crossed the confirm
         except (PeerLostError, TimeoutError):
             return
 
-    def _take_request(self, key: TransferKey, blocks: tuple[GrantedBlock, ...]) -> None:
+    def _take_request(
+        self, key: TransferKey, blocks: tuple[GrantedBlock, ...], delivery: Delivery
+    ) -> None:
         if len(self._requested) + len(blocks) > _MAX_PENDING_BLOCKS:
             raise CorruptTransferError(f"more than {_MAX_PENDING_BLOCKS} blocks asked for at once")
         self._authority.authorize(key, blocks)
+        delivery.request(blocks)
         self._requested.extend(blocks)
         self._work.set()
 
     async def _write(self, key: TransferKey, identity: Identity) -> None:
         welcome = wire.control_frame(identity, FrameType.WELCOME, wire.pack_welcome(self._me))
         await self._send([welcome], self._outlet.descriptor)
-        directions = self._outlet.directions
-        if directions is not None:
-            await self._send([wire.control_frame(identity, FrameType.DIRECTIONS, directions)])
         while True:
             if self._control:
                 await self._send([self._control.popleft()])

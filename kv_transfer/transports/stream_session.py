@@ -11,7 +11,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from kv_transfer.geometry import BlockId, LogicalBlock
 from kv_transfer.handoff import Grant, GrantedBlock, PeerInfo, TransferKey, Verdict
@@ -25,6 +25,7 @@ from kv_transfer.transport import (
 from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket
 from kv_transfer.transports.link_security import LinkSecurity
+from kv_transfer.transports.stream_hooks import BlockSource
 from kv_transfer.transports.stream_server import StreamTimings
 from kv_transfer.transports.wire import FrameType, Header, Identity
 
@@ -34,43 +35,6 @@ Item = TypeVar("Item")
 
 _MAX_WAITING_GRANTS = 1 << 16
 _SILENCE_TICKS = 4
-
-
-class Landing(Protocol):
-    """A block on its way into its place."""
-
-    @property
-    def block(self) -> GrantedBlock:
-        """Which one, as its owner has just announced it."""
-
-    @property
-    def destination(self) -> memoryview:
-        """Where its bytes go."""
-
-    def landed(self) -> None:
-        """All of them are there: verify them. Raises `CorruptTransferError`."""
-
-    def failed(self, error: TransferError) -> None:
-        """They will not all come: the session ends by this."""
-
-
-class BlockSource(Protocol):
-    """How one transport's blocks come in."""
-
-    kind: FrameType
-    """Of the frames that announce them."""
-
-    def payload_bytes(self, destination: memoryview) -> int:
-        """What must follow the header of a block that goes there."""
-
-    async def fill(self, frames: FrameSocket, landing: Landing) -> None:
-        """Begin to write the block whose header was read last, or do all of it.
-
-        No frame is read meanwhile. What was begun tells `landing` how it ended, once.
-        """
-
-    async def close(self) -> None:
-        """The session has ended; returns once nothing that was begun can write any more."""
 
 
 async def connect_frames(
@@ -215,6 +179,7 @@ class StreamSession:
         self._grants: asyncio.Queue[Grant | TransferError] = asyncio.Queue()
         self._verdicts: asyncio.Queue[Verdict | TransferError] = asyncio.Queue()
         self._failure: TransferError | None = None
+        self._failed = asyncio.Event()
         self._sending = asyncio.Lock()
         self._reader = asyncio.create_task(self._read())
         self._reader.add_done_callback(self._reader_ended)
@@ -236,19 +201,22 @@ class StreamSession:
         for block in blocks:
             destination = self._memory.block(placement[block.logical])
             self._expected[block.logical] = _Expected(block, destination, landed)
-        for start in range(0, len(blocks), wire.MAX_BLOCKS_PER_FETCH):
-            part = blocks[start : start + wire.MAX_BLOCKS_PER_FETCH]
-            await self._send(FrameType.FETCH, wire.pack_blocks(part))
+        most = self._source.most_blocks()
+        for start in range(0, len(blocks), most):
+            part = blocks[start : start + most]
+            places = [self._memory.block(placement[block.logical]) for block in part]
+            await self._source.prepare(self, part, places)
+            await self.say(FrameType.FETCH, wire.pack_blocks(part))
         for _ in blocks:
             yield _unwrap(await landed.get())
 
     async def renew(self) -> None:
         """Extend the lease."""
-        await self._send(FrameType.RENEW)
+        await self.say(FrameType.RENEW)
 
     async def confirm(self) -> Verdict:
         """Ask for the verdict."""
-        await self._send(FrameType.CONFIRM)
+        await self.say(FrameType.CONFIRM)
         return _unwrap(await self._verdicts.get())
 
     async def release(self) -> None:
@@ -284,12 +252,20 @@ class StreamSession:
         if self._failure is not None:
             return
         self._failure = failure
+        self._failed.set()
         self._grants.put_nowait(failure)
         self._verdicts.put_nowait(failure)
         for expected in (*self._expected.values(), *self._arriving.values()):
             expected.landed.put_nowait(failure)
 
-    async def _send(self, kind: FrameType, payload: bytes = b"") -> None:
+    async def until_failure(self) -> None:
+        """Raise what the session fails with, once it does."""
+        await self._failed.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def say(self, kind: FrameType, payload: bytes = b"") -> None:
+        """Send a frame; raises what the session has failed with, if it has."""
         frame = wire.control_frame(self._identity, kind, payload)
         async with self._sending:
             if self._failure is not None:
@@ -343,7 +319,7 @@ class StreamSession:
             case FrameType.ALIVE:
                 return
             case _:
-                raise CorruptTransferError(f"an owner sent {kind.name}")
+                self._source.take(kind, payload)
 
     async def _watch(self) -> None:
         """Fail the session when nothing has come for too long.

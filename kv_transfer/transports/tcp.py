@@ -21,8 +21,9 @@ from kv_transfer.transport import (
 from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket
 from kv_transfer.transports.link_security import LinkSecurity
+from kv_transfer.transports.stream_hooks import BlockOutlet, BlockSource, Landing
 from kv_transfer.transports.stream_server import StreamBlockServer, StreamTimings
-from kv_transfer.transports.stream_session import Landing, StreamSession, connect_frames
+from kv_transfer.transports.stream_session import StreamSession, connect_frames
 from kv_transfer.transports.tcp_socket import dial, listen
 from kv_transfer.transports.wire import FrameType, Identity
 
@@ -77,7 +78,7 @@ class TcpTransport:
         """Nothing is kept between sessions."""
 
 
-class _SocketSource:
+class _SocketSource(BlockSource):
     """Blocks that come over the socket, behind their headers."""
 
     kind = FrameType.DATA
@@ -89,16 +90,11 @@ class _SocketSource:
         await frames.receive_into(landing.destination)
         landing.landed()
 
-    async def close(self) -> None:
-        return
 
-
-class _SocketOutlet:
+class _SocketOutlet(BlockOutlet):
     """Blocks that go over the socket, behind their headers."""
 
     name = "tcp"
-    descriptor = None
-    directions = None
 
     def __init__(self, memory: BlockMemory, host: str, port: int) -> None:
         self.bytes_per_block = memory.bytes_per_block
