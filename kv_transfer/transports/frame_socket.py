@@ -61,6 +61,10 @@ class FrameSocket:
             self.bytes_received += received
             await self.pace(received)
 
+    def count_received(self, num_bytes: int) -> None:
+        """Bytes of the peer's that came another way: they too are a sign that it is alive."""
+        self.bytes_received += num_bytes
+
     def accept_descriptor(self) -> None:
         """Take the next descriptor that comes with the bytes; without this none is taken."""
         self._takes_descriptor = True

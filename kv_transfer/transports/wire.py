@@ -73,11 +73,14 @@ class FrameType(IntEnum):
     ERROR = 11
     LOCATED = 12
     DIRECTIONS = 13
+    TURN = 21
+    READY = 22
+    RENDEZVOUS = 23
 
 
 BLOCK_FRAMES = frozenset({FrameType.DATA, FrameType.LOCATED})
 """Frames that name a block: DATA has its bytes behind it; LOCATED has none, for the receiver reads
-them where they are."""
+them where they are, or they come another way."""
 
 
 _ERROR_CODES: Mapping[type[TransferError], int] = MappingProxyType(

@@ -8,11 +8,13 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
 
 from kv_transfer.authentication import Secret
+from kv_transfer.transport import Transport
 from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.nixl_agent import has_nixl
@@ -47,12 +49,19 @@ def nixl_transport(
     return NixlTransport(security=security, timings=timings, ucx_options=ucx_options)
 
 
+def torch_transport(*, secret: Secret = SECRET, **arguments: Any) -> Transport:
+    """Imports torch when it is first called: a process of another kind starts without it."""
+    from kv_transfer.transports.torch import TorchTransport
+
+    return TorchTransport(security=LinkSecurity(secret=secret), **arguments)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamKind:
     """How to make one, and how to get between its two ends."""
 
     name: str
-    transport: Callable[..., TcpTransport | ShmTransport | NixlTransport]
+    transport: Callable[..., Transport]
     """Takes `timings` and `secret`."""
     block_frame: FrameType
     """What a block is announced by."""
@@ -105,8 +114,11 @@ NIXL_TCP = StreamKind(
     variant="-tcp",
 )
 """Within a host UCX copies by itself (CMA); over TCP the owner has to send, as between hosts."""
+TORCH = StreamKind(name="torch", transport=torch_transport, block_frame=FrameType.LOCATED)
 NIXL_KINDS = (NIXL, NIXL_TCP)
-STREAM_KINDS = (TCP, SHM)
+STREAM_KINDS = (TCP, SHM, TORCH)
+FRAME_KINDS = (TCP, SHM, *NIXL_KINDS)
+"""Those whose blocks can be had, or given, by frames alone."""
 ALL_KINDS = (*STREAM_KINDS, *NIXL_KINDS)
 
 needs_nixl = pytest.mark.skipif(

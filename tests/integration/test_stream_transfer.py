@@ -28,6 +28,8 @@ from tests.fakes.stream_kinds import NIXL_TCP, SHM, kind_parameters
 from tests.fakes.stream_proxy import Damage, stream_proxy
 from tests.fakes.until import until
 
+pytestmark = pytest.mark.timeout(180)  # torch is imported anew for each owner of that kind
+
 
 @pytest.fixture(params=kind_parameters())
 def kind(request):
@@ -60,7 +62,7 @@ async def test_a_killed_owner_is_lost_at_once_and_another_one_serves(kind):
         pulling = asyncio.create_task(transfer.pull())
         await until(lambda: decode.has_begun(0))
         owner.signal(signal.SIGKILL)
-        with pytest.raises(PeerLostError, match=r"connection|a read failed"):  # not by silence
+        with pytest.raises(PeerLostError, match=r"(?i)connection|a read failed"):  # not by silence
             await pulling
         await transfer.wait_quiesced()
         async with owner_process(kind, size, name="p2") as other:
@@ -246,6 +248,8 @@ async def test_fifty_transfers_with_random_cancels_leave_nothing_behind(kind):
                 landed += 1
         assert landed >= 30
         await until(lambda: len(owner.ended) == 51)
+        await shuffled_handoff(owner, decode, "last", seed=6)  # what is kept of a peer is there
+        await until(lambda: "last" in owner.ended)
         assert all(len(reasons) == 1 for reasons in owner.ended.values())
         after = await owner.ask("stats")
         assert after["active"] == 0

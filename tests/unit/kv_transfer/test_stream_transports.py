@@ -28,7 +28,7 @@ from tests.fakes.block_memory import ByteMemory, granted_blocks, peer_info, tran
 from tests.fakes.clock import FakeClock
 from tests.fakes.kv_link import BLOCK_SIZE, FIRST, PLACES, POISON, kv_link
 from tests.fakes.raw_peer import RawPeer
-from tests.fakes.stream_kinds import QUICK, SECRET, SHM, TCP, kind_parameters
+from tests.fakes.stream_kinds import FRAME_KINDS, QUICK, SECRET, SHM, TCP, kind_parameters
 from tests.fakes.stream_proxy import Damage, stream_proxy
 from tests.fakes.until import until
 
@@ -40,6 +40,11 @@ def places_of(number):
 
 @pytest.fixture(params=kind_parameters())
 def kind(request):
+    return request.param
+
+
+@pytest.fixture(params=kind_parameters(FRAME_KINDS))
+def framed(request):
     return request.param
 
 
@@ -87,6 +92,7 @@ async def answered_bytes(kind):
         kv_link(kind.transport(), block_bytes=32) as link,
         stream_proxy(kind, link.address, Damage.FLIP, []) as (address, proxy),
     ):
+        await link.incoming(link.offer("first")).pull()  # may say what is said once per peer
         via(link, kind, address)
         await link.incoming(link.offer()).pull()
         await until(lambda: proxy.answered > 0)
@@ -338,11 +344,11 @@ async def test_a_receiver_that_disconnects_ends_its_transfer_at_once(kind):
         assert await link.next_end() is ReleaseReason.PEER_LOST
 
 
-async def test_a_receiver_that_reads_nothing_delays_no_other_and_ends_with_its_lease(kind):
+async def test_a_receiver_that_reads_nothing_delays_no_other_and_ends_with_its_lease(framed):
     clock = FakeClock()
-    async with kv_link(kind.transport(), clock=clock, block_bytes=4 * 1024 * 1024) as link:
+    async with kv_link(framed.transport(), clock=clock, block_bytes=4 * 1024 * 1024) as link:
         slow, good = link.offer("slow"), link.offer("good")
-        async with RawPeer(kind, link.address, slow) as sleeper:
+        async with RawPeer(framed, link.address, slow) as sleeper:
             await sleeper.greet(slow, link.me)
             await sleeper.say(FrameType.FETCH, wire.pack_blocks(link.blocks()))
             await link.incoming(good).pull()
@@ -491,14 +497,14 @@ async def test_a_block_that_was_not_asked_for_touches_no_memory(kind):
 
 
 @pytest.mark.parametrize("change", [{"generation": 7}, {"valid_tokens": 3}])
-async def test_a_block_with_another_label_touches_no_memory(kind, change):
+async def test_a_block_with_another_label_touches_no_memory(framed, change):
     key = transfer_key()
-    async with kv_link(kind.transport()) as link:
+    async with kv_link(framed.transport()) as link:
         block = link.blocks()[0]
-        header = header_of(kind, key, dataclasses.replace(block, **change))
+        header = header_of(framed, key, dataclasses.replace(block, **change))
         async with (
-            RogueOwner(kind, link, key, header, waits_for_fetch=True),
-            open_session(kind, link, key) as session,
+            RogueOwner(framed, link, key, header, waits_for_fetch=True),
+            open_session(framed, link, key) as session,
         ):
             with pytest.raises(CorruptTransferError, match="generation, tokens, bytes"):
                 async for _ in session.fetch([block], {block.logical: PLACES[0]}):
@@ -522,14 +528,14 @@ async def test_a_block_with_another_length_touches_no_memory(length):
         assert is_untouched(link.destination)
 
 
-async def test_a_block_of_another_kind_of_stream_is_refused(kind):
-    other = TCP if kind.block_frame is FrameType.LOCATED else SHM
+async def test_a_block_of_another_kind_of_stream_is_refused(framed):
+    other = TCP if framed.block_frame is FrameType.LOCATED else SHM
     key = transfer_key()
-    async with kv_link(kind.transport()) as link:
+    async with kv_link(framed.transport()) as link:
         block = link.blocks()[0]
         async with (
-            RogueOwner(kind, link, key, header_of(other, key, block), waits_for_fetch=True),
-            open_session(kind, link, key) as session,
+            RogueOwner(framed, link, key, header_of(other, key, block), waits_for_fetch=True),
+            open_session(framed, link, key) as session,
         ):
             with pytest.raises(CorruptTransferError, match="none was asked for"):
                 async for _ in session.fetch([block], {block.logical: PLACES[0]}):
@@ -537,16 +543,16 @@ async def test_a_block_of_another_kind_of_stream_is_refused(kind):
         assert is_untouched(link.destination)
 
 
-async def test_a_block_that_comes_again_is_not_written_again(kind):
+async def test_a_block_that_comes_again_is_not_written_again(framed):
     key = transfer_key()
-    async with kv_link(kind.transport()) as link:
+    async with kv_link(framed.transport()) as link:
         block = link.blocks()[0]
-        sent = kind.block_frame is FrameType.DATA
+        sent = framed.block_frame is FrameType.DATA
         content = b"\x55" * 512 if sent else bytes(link.source.block(block.block_id))
-        header = header_of(kind, key, block, content)
+        header = header_of(framed, key, block, content)
         async with (
-            RogueOwner(kind, link, key, header, waits_for_fetch=True, copies=2),
-            open_session(kind, link, key) as session,
+            RogueOwner(framed, link, key, header, waits_for_fetch=True, copies=2),
+            open_session(framed, link, key) as session,
         ):
             fetching = session.fetch([block], {block.logical: PLACES[0]})
             with contextlib.suppress(CorruptTransferError):  # before it has landed, or after
@@ -555,15 +561,15 @@ async def test_a_block_that_comes_again_is_not_written_again(kind):
                 await anext(aiter(session.grants()))
 
 
-async def test_a_block_that_differs_from_its_digest_does_not_land(kind):
+async def test_a_block_that_differs_from_its_digest_does_not_land(framed):
     """Damaged on the way, or, in shared memory, overwritten since its owner announced it."""
     key = transfer_key()
-    async with kv_link(kind.transport()) as link:
+    async with kv_link(framed.transport()) as link:
         block = link.blocks()[0]
-        header = header_of(kind, key, block, b"\x54" * 512)
+        header = header_of(framed, key, block, b"\x54" * 512)
         async with (
-            RogueOwner(kind, link, key, header, waits_for_fetch=True),
-            open_session(kind, link, key) as session,
+            RogueOwner(framed, link, key, header, waits_for_fetch=True),
+            open_session(framed, link, key) as session,
         ):
             with pytest.raises(CorruptTransferError, match="digest"):
                 async for _ in session.fetch([block], {block.logical: PLACES[0]}):

@@ -1,0 +1,145 @@
+"""Gloo for host memory, NCCL for GPUs: what pairs need of each, in its own words."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from datetime import timedelta
+from typing import cast
+
+import numpy as np
+import torch
+import torch.distributed
+from torch._C._distributed_c10d import Store, Work
+
+from kv_transfer.transports.process_group import PointToPoint
+
+_ABORT_TAG = 1
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+class GlooBackend:
+    """Groups whose messages go over TCP sockets on one interface."""
+
+    name = "gloo"
+    reaches_host_memory = True
+
+    def __init__(self, *, host: str, connect_s: float) -> None:
+        """All sockets, listening ones included, are at `host`.
+
+        Gloo tries five times to connect a new group, `connect_s` each.
+        """
+        self._host = host
+        self._connect_s = connect_s
+        self._lock = threading.Lock()
+        self._device: torch.distributed.ProcessGroupGloo.Device | None = None
+
+    def make(self, store: Store, rank: int) -> PointToPoint:
+        """A group of two."""
+        # Its public constructor takes no device, and the stub lacks the class of its options.
+        options = torch.distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=self._connect_s)
+        options._threads = 1
+        options._devices = [self._the_device()]
+        return cast(PointToPoint, torch.distributed.ProcessGroupGloo(store, rank, 2, options))
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        """Host memory, touched."""
+        return torch.from_numpy(np.full(num_bytes, 0, np.uint8))
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """By numpy: torch would start threads of its own for each thread that copies."""
+        np.copyto(destination.numpy(), source.numpy())
+
+    def finish(self, work: Work, timeout: timedelta) -> None:
+        """Block until it is done; past the timeout the whole group is dead."""
+        work.wait(timeout)
+
+    def abort(self, group: PointToPoint, peer: int) -> None:
+        """Close the connection to the peer, and with it all that waits for it.
+
+        In torch 2.13 `ProcessGroupGloo.abort` does nothing: a posted receive still lands. What does
+        close the connection is a deadline that passes: so here is a receive that nobody answers.
+        """
+        nothing = torch.empty(1, dtype=torch.uint8)
+        with contextlib.suppress(RuntimeError):  # that it timed out, or was closed before
+            group.recv([nothing], peer, _ABORT_TAG).wait(_AT_ONCE)
+
+    def close(self) -> None:
+        """Stop listening once the last group is gone."""
+        with self._lock:
+            self._device = None
+
+    def _the_device(self) -> torch.distributed.ProcessGroupGloo.Device:
+        """One listening socket and one thread for all groups, from the first one on."""
+        with self._lock:
+            if self._device is None:
+                self._device = torch.distributed.ProcessGroupGloo.create_device(hostname=self._host)
+            return self._device
+
+
+class NcclBackend:
+    """Groups whose messages go between GPUs. Written after NCCL's documentation; not run yet.
+
+    Pools are in host memory so far, so that messages are staged on the GPU at both ends.
+    """
+
+    name = "nccl"
+    reaches_host_memory = False
+
+    def __init__(self, *, device: int, connect_s: float) -> None:
+        """On the GPU of this index; `RuntimeError` with the reason where that cannot be."""
+        if (obstacle := nccl_obstacle()) is not None:
+            raise RuntimeError(obstacle)
+        self._device = torch.device("cuda", device)
+        self._connect_s = connect_s
+
+    def make(self, store: Store, rank: int) -> PointToPoint:
+        """A group of two; refused where both ranks are on one GPU, before NCCL is asked."""
+        mine = str(torch.cuda.get_device_properties(self._device).uuid)
+        store.set(f"gpu/{rank}", mine)
+        refuse_one_gpu(mine, store.get(f"gpu/{1 - rank}").decode())
+        options = torch.distributed.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self._connect_s)
+        group = torch.distributed.ProcessGroupNCCL(store, rank, 2, options)
+        group.eager_connect_single_device(self._device)
+        return cast(PointToPoint, group)
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        """Memory of the GPU."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """To or from the GPU; returns when it is done."""
+        destination.copy_(source)
+
+    def finish(self, work: Work, timeout: timedelta) -> None:
+        """Block this thread, not only the stream, until the message is there."""
+        work.wait(timeout)
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def abort(self, group: PointToPoint, peer: int) -> None:
+        """Abort the communicator, then wait until the GPU has stopped writing."""
+        cast(torch.distributed.ProcessGroupNCCL, group).abort()
+        torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """Nothing listens."""
+
+
+def nccl_obstacle() -> str | None:
+    """Why NCCL cannot be used here, if it cannot."""
+    if not torch.distributed.is_nccl_available():
+        return "this torch has no NCCL"
+    if not torch.cuda.is_available():
+        return "no GPU is visible"
+    return None
+
+
+def refuse_one_gpu(mine: str, peers: str) -> None:
+    """RuntimeError if both ranks would be on one GPU."""
+    if mine == peers:
+        raise RuntimeError(
+            f"both workers are on GPU {mine}, where NCCL makes no group of two: CUDA IPC would be "
+            "the way, which Baton does not have yet"
+        )
