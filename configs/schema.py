@@ -177,11 +177,14 @@ class TlsSettings(_Group):
 class TransferSettings(_Group):
     """How KV moves from prefill to decode."""
 
-    transport: Literal["auto", "shm", "tcp", "nixl"] = "auto"
+    transport: Literal["auto", "shm", "tcp", "nixl", "torch"] = "auto"
     """auto is shm (shared memory) between workers of one host, where it allows that; else nixl,
-    where host is an RDMA device's address and the extra rdma is installed; else tcp."""
+    where host is an RDMA device's address and the extra rdma is installed; else tcp.
+
+    torch moves blocks over process groups of torch.distributed (Gloo).
+    """
     host: Name = "127.0.0.1"
-    """Address that prefill workers listen on for decode workers."""
+    """Address that prefill workers listen on for decode workers; with torch both sides do."""
     ucx_device: Name | None = None
     """The device that nixl uses, as UCX calls it (mlx5_0:1, eth0); null is the one with host."""
     tls: TlsSettings | None = None

@@ -24,6 +24,7 @@ from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.tls import TlsContexts
+from kv_transfer.transports.torch import TorchTransport
 from kv_transfer.ucx_device import RdmaOutlook
 from workers import planning
 from workers.decode import DecodeWorker
@@ -204,7 +205,7 @@ def _peer_info(plan: DeploymentPlan, worker: WorkerPlan, worker_id: str) -> Peer
 
 def _shared_region(transport: str, size_bytes: int) -> SharedRegion | None:
     """Memory for a pool that decode workers may read themselves; None where they are not to."""
-    if transport in ("tcp", "nixl"):
+    if transport in ("tcp", "nixl", "torch"):
         return None
     try:
         return SharedRegion(size_bytes)
@@ -239,6 +240,8 @@ def _transports(
     rdma = rdma_outlook(settings)
     if settings.transport == "nixl":
         return [_nixl(settings, security, rdma)]
+    if settings.transport == "torch":
+        return [TorchTransport(security=security, host=settings.host)]
     transports: dict[str, Transport] = {"tcp": TcpTransport(security=security, host=settings.host)}
     if settings.transport == "auto" and rdma.is_best:
         transports = {"nixl": _nixl(settings, security, rdma), **transports}

@@ -18,6 +18,8 @@ from kv_transfer.compatibility import check_compatible
 from kv_transfer.geometry import KVLayout
 from kv_transfer.handoff import PeerInfo
 from kv_transfer.transport import DataPath, LinkRefusedError
+from kv_transfer.transports.pair_plan import MESSAGE_BYTES, WINDOW
+from kv_transfer.transports.pair_table import MAX_PAIRS
 from kv_transfer.ucx_device import NIXL_IS_MISSING, RdmaOutlook
 from workers.errors import PoolTooSmallError, WorkerError
 from workers.runner_choice import Architecture, RunnerChoice, choose_runner
@@ -49,7 +51,7 @@ Role = Literal["decode", "prefill"]
 INV_POOL_WINDOW = "INV-POOL-WINDOW"
 
 DATA_PATHS: Mapping[str, DataPath] = MappingProxyType(
-    {"shm": "host", "tcp": "authenticated", "nixl": "open"}
+    {"shm": "host", "tcp": "authenticated", "nixl": "open", "torch": "open"}
 )
 """What transports declare in their `Capabilities`, here since `baton check` loads none of them."""
 
@@ -328,6 +330,12 @@ def check_transport(wanted: str, shares_memory: bool, rdma: RdmaOutlook) -> Chec
         return _check_nixl(rdma)
     if wanted == "tcp":
         sentence = "KV moves over tcp: transfer.transport says so."
+    elif wanted == "torch":
+        staging = format_bytes(MAX_PAIRS * WINDOW * MESSAGE_BYTES)
+        sentence = (
+            "KV moves over torch.distributed (Gloo; NCCL was not run): transfer.transport says so. "
+            f"A worker keeps up to {MAX_PAIRS} process groups, which take {staging} at most."
+        )
     elif shares_memory:
         sentence = "KV moves over shm: the workers share this host's memory."
         if wanted == "auto":
@@ -340,7 +348,7 @@ def check_transport(wanted: str, shares_memory: bool, rdma: RdmaOutlook) -> Chec
         outcome = Outcome.FAILS
         sentence = (
             "transfer.transport is shm, but this host lets no process share memory (no sealed "
-            "memfd): set it to auto or tcp."
+            "memfd): set it to auto, tcp or torch."
         )
     return Check(id="TRANSPORT", outcome=outcome, sentence=sentence)
 

@@ -33,7 +33,7 @@ from kv_transfer.sender import KVSender
 from kv_transfer.transport import Transport
 from kv_transfer.transports.nixl_agent import has_nixl
 from tests.fakes.block_memory import ByteMemory, peer_info, transfer_key
-from tests.fakes.stream_kinds import nixl_transport, shm_transport, tcp_transport
+from tests.fakes.stream_kinds import NIXL, STREAM_KINDS
 
 POOL_BYTES = 96 * 1024 * 1024
 SIZES_KIB = (16, 64, 360, 720)
@@ -60,7 +60,8 @@ def info(name: str, size_kib: int) -> PeerInfo:
 
 def makers() -> list[Callable[[], Transport]]:
     """The transports that there are here, best known first."""
-    return [tcp_transport, shm_transport, *([nixl_transport] if has_nixl() else [])]
+    kinds = (*STREAM_KINDS, NIXL) if has_nixl() else STREAM_KINDS
+    return [kind.transport for kind in kinds]
 
 
 def serve_plain(listener: socket.socket, memory: ByteMemory) -> None:

@@ -68,15 +68,21 @@ class BatonServer:
     @classmethod
     @contextmanager
     def started(
-        cls, directory: Path, *, more: Sequence[str] = (), environ: Mapping[str, str] | None = None
+        cls,
+        directory: Path,
+        *,
+        preset: str = "local",
+        more: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
     ) -> Iterator[BatonServer]:
         """A server that is ready, with `more` settings and variables than the session's.
 
         At the end of the block none of its processes is left.
         """
         port = free_port()
-        overrides = [word for setting in (*SETTINGS, *more) for word in ("--set", setting)]
-        command = [baton_command(), "serve", "local", "--port", str(port), *overrides]
+        own = [name for name in SETTINGS if preset == "local" or not name.startswith("prefill.")]
+        overrides = [word for setting in (*own, *more) for word in ("--set", setting)]
+        command = [baton_command(), "serve", preset, "--port", str(port), *overrides]
         log = directory / "serve.log"
         with log.open("wb") as output:
             process = subprocess.Popen(

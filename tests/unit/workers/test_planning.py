@@ -20,6 +20,7 @@ from kv_transfer.handoff import PeerInfo
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.tcp import TcpTransport
+from kv_transfer.transports.torch import TorchTransport
 from kv_transfer.ucx_device import RdmaOutlook
 from workers.errors import PoolTooSmallError, WorkerError
 from workers.planning import (
@@ -345,6 +346,8 @@ def test_more_threads_than_cores_is_a_warning() -> None:
         ("auto", True, Outcome.HOLDS, "over shm: the workers share this host's memory; between"),
         ("auto", False, Outcome.HOLDS, "over tcp: this host lets no process share memory"),
         ("tcp", True, Outcome.HOLDS, "over tcp: transfer.transport says so"),
+        ("torch", True, Outcome.HOLDS, "16 process groups, which take 64.0 MiB at most"),
+        ("torch", False, Outcome.HOLDS, "Gloo; NCCL was not run"),
         ("shm", True, Outcome.HOLDS, "over shm: the workers share this host's memory."),
         ("shm", False, Outcome.FAILS, "transfer.transport is shm, but this host"),
     ],
@@ -412,6 +415,7 @@ def test_the_plan_says_who_can_get_at_blocks_on_their_way(
         ("auto", False, ["tcp"]),
         ("tcp", True, ["tcp"]),
         ("shm", True, ["shm"]),
+        ("torch", True, ["torch"]),
     ],
 )
 def test_each_way_that_kv_may_take_has_its_sentence(
@@ -432,7 +436,7 @@ def test_auto_may_take_nixl_between_hosts_where_it_is_best() -> None:
     assert [check.sentence.partition(":")[0] for check in paths] == ["shm", "nixl", "tcp"]
 
 
-@pytest.mark.parametrize("transport", [ShmTransport, TcpTransport, NixlTransport])
+@pytest.mark.parametrize("transport", [ShmTransport, TcpTransport, NixlTransport, TorchTransport])
 def test_what_is_said_of_a_transport_is_what_it_declares(transport) -> None:
     assert DATA_PATHS[transport.name] == transport.capabilities.data_path
 
