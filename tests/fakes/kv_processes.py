@@ -233,12 +233,13 @@ async def owner_process(
     lease_s: float = 5.0,
     name: str = "p",
     incarnation: str | None = None,
+    seed: int = SEED,
 ) -> AsyncIterator[OwnerProcess]:
-    """A process that grants blocks, with the bytes of `SEED`."""
+    """A process that grants blocks, whose bytes are those of a seed."""
     arguments = {
         "num_blocks": NUM_BLOCKS,
         "bytes_per_block": bytes_per_block,
-        "seed": SEED,
+        "seed": seed,
         "lease_s": lease_s,
         "transport": kind.label,
         "me": asdict(worker(name, bytes_per_block, incarnation)),

@@ -148,7 +148,8 @@ async def test_worker_that_comes_back_at_its_address_serves_at_once(kind):
         owner.signal(KILL)
         with pytest.raises(PeerLostError):
             await reading.pulling
-        async with owner_process(kind, SIZE, incarnation="p-2") as again:
+        decode.expected.fill(seed=2)
+        async with owner_process(kind, SIZE, incarnation="p-2", seed=2) as again:
             proxy.target = again.info.endpoint(kind.name)
             again.info = through(again.info, kind, address)
             for number in range(20):
