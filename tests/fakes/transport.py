@@ -85,8 +85,8 @@ class FaultyTransport:
         """Set when a session has begun to close."""
         self.renewals = 0
         self.refuse_renewals: TransferError | None = None
-        self.lose_renewals = False
-        """They are sent, and never arrive."""
+        self.lost: set[str] = set()
+        """What a receiver asks, by the method's name, and its owner never hears."""
         self._resume = threading.Event()
         self._fence = threading.Event()
         self._fence.set()
@@ -214,12 +214,15 @@ class _Session:
         self._check_alive()
         if self._transport.refuse_renewals is not None:
             raise self._transport.refuse_renewals
-        if self._transport.lose_renewals:
+        if "renew" in self._transport.lost:
             return
         await self._server.call(self._server.authority.renew, self._key)
         self._transport.renewals += 1
 
     async def confirm(self) -> Verdict:
+        if "confirm" in self._transport.lost:
+            await asyncio.Event().wait()
+
         async def ask() -> AsyncIterator[Verdict]:
             yield await self._server.call(self._server.authority.confirm, self._key)
 
@@ -228,7 +231,7 @@ class _Session:
         return await asyncio.Event().wait()  # type: ignore[return-value]  # dropped: never comes
 
     async def release(self) -> None:
-        if not self._has_died:
+        if not self._has_died and "release" not in self._transport.lost:
             await self._end(ReleaseReason.RELEASED)
 
     async def close(self) -> None:

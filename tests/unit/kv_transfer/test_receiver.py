@@ -103,6 +103,49 @@ async def test_lost_repeated_and_swapped_pieces_never_give_a_wrong_block(kind, p
             assert link.has_arrived()
 
 
+@pytest.mark.parametrize("piece", range(PIECES))
+async def test_a_piece_that_comes_late_changes_nothing(piece):
+    transport = FaultyTransport(Fault(FaultKind.DELAY, piece))
+    async with kv_link(transport) as link:
+        pulling = asyncio.create_task(link.incoming(link.offer()).pull())
+        await transport.wait_reached()
+        assert not pulling.done()
+        transport.resume()
+        await pulling
+        assert link.has_arrived()
+        assert await link.next_end() is ReleaseReason.CONFIRMED
+
+
+async def test_a_confirm_that_is_lost_ends_at_the_deadline_and_the_owner_is_told():
+    transport = FaultyTransport()
+    transport.lost.add("confirm")
+    async with kv_link(transport) as link:
+        with pytest.raises(TransferDeadlineError, match="while landed"):
+            await link.incoming(link.offer(), deadline_s=0.3).pull()
+        assert await link.next_end() is ReleaseReason.RELEASED
+
+
+async def test_a_release_that_is_lost_is_made_up_for_by_the_end_of_the_session():
+    transport = FaultyTransport(Fault(FaultKind.CORRUPT, 2))
+    transport.lost.add("release")
+    async with kv_link(transport) as link:
+        with pytest.raises(CorruptTransferError):
+            await link.incoming(link.offer()).pull()
+        assert await link.next_end() is ReleaseReason.PEER_LOST
+
+
+async def test_a_receiver_whose_renewals_are_lost_loses_its_lease():
+    clock, transport = FakeClock(), FaultyTransport()
+    transport.lost.add("renew")
+    async with kv_link(transport, clock=clock, lease_s=0.05) as link:
+        pulling = asyncio.create_task(link.incoming(link.open()).pull())
+        await until(lambda: link.receiver.stats().active == 1)
+        clock.advance(0.05)
+        with pytest.raises(LeaseLostError, match="expired"):
+            await pulling
+        assert await link.next_end() is ReleaseReason.EXPIRED
+
+
 @pytest.mark.parametrize("block", range(6))
 @pytest.mark.parametrize("kind", [FaultKind.TRUNCATE, FaultKind.CORRUPT])
 async def test_damage_that_the_transport_finds_fails_the_transfer(kind, block):

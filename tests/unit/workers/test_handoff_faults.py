@@ -80,12 +80,12 @@ async def test_reader_that_overslept_its_lease_uses_nothing_that_it_read(piece, 
     prompt = PROMPT[:20]  # two grants and five blocks, then the verdict
     async with faulty_rig(config, Fault(FaultKind.DELAY, piece)) as rig:
         owner = rig.prefill_sides[0]
-        rig.transport.faulty.lose_renewals = True
+        rig.transport.faulty.lost.add("renew")
         client = asked(rig, prompt)
         await rig.transport.faulty.wait_reached()
         await until(lambda: owner.is_empty)
         owner.memory.fill(seed=7)
-        rig.transport.faulty.lose_renewals = False
+        rig.transport.faulty.lost.clear()
         rig.transport.faulty.resume()
         await served(client, prompt)
         await rig.settled()
