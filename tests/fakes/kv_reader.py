@@ -22,7 +22,7 @@ from kv_transfer.receiver import IncomingTransfer, KVReceiver
 from kv_transfer.transport import TransferError
 from kv_transfer.transports.stream_server import StreamTimings
 from tests.fakes.block_memory import ByteMemory
-from tests.fakes.stream_kinds import STREAM_KINDS
+from tests.fakes.stream_kinds import ALL_KINDS
 
 
 def tell(**message: Any) -> None:
@@ -35,7 +35,7 @@ class Reader:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.memory = ByteMemory(arguments["num_blocks"], arguments["bytes_per_block"])
-        (kind,) = (kind for kind in STREAM_KINDS if kind.name == arguments["transport"])
+        (kind,) = (kind for kind in ALL_KINDS if kind.label == arguments["transport"])
         timings = StreamTimings(silence_s=arguments["silence_s"])
         self.receiver = KVReceiver(
             memory=self.memory,
