@@ -160,11 +160,13 @@ async def test_worker_that_comes_back_at_its_address_serves_at_once(kind):
 
 async def test_one_bad_block_of_many_ends_them_all_and_nothing_lands_after(kind):
     """F7: the others are on their way when it is found."""
-    size = 64 * 1024
+    size = 1024 * 1024  # most of the pool is still to come then
     blocks = list(range(NUM_BLOCKS))
     async with owner_process(kind, size) as owner, Decode(kind, size) as decode:
-        twentieth = 20 * (size if kind.block_frame is FrameType.DATA else wire.HEADER_BYTES) + 1000
-        async with stream_proxy(kind, owner.info.endpoint(kind.name), Damage.FLIP, [twentieth]) as (
+        at = (
+            2 * size + 5000 if kind.block_frame is FrameType.DATA else 20 * wire.HEADER_BYTES + 1000
+        )
+        async with stream_proxy(kind, owner.info.endpoint(kind.name), Damage.FLIP, [at]) as (
             address,
             _,
         ):
