@@ -158,7 +158,7 @@ async def test_worker_that_comes_back_at_its_address_serves_at_once(kind):
         assert decode.receiver.stats().by_outcome == {"landed": 21, "peer_lost": 1}
 
 
-async def test_one_bad_block_of_many_ends_them_all_and_nothing_lands_after(kind):
+async def test_one_bad_block_of_many_ends_them_all(kind):
     """F7: the others are on their way when it is found."""
     size = 1024 * 1024  # most of the pool is still to come then
     blocks = list(range(NUM_BLOCKS))
