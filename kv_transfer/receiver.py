@@ -205,7 +205,7 @@ class KVReceiver:
         """The transports that can bring its blocks; `LinkRefusedError` if there is none."""
         if peer.block_size == self._me.block_size:
             return self._offers
-        # Scratch blocks live as long as a transfer: not for one that registers memory for longer.
+        # Scratch blocks live as long as a transfer: only where a closed session is the fence.
         offers = [
             offer
             for offer in self._offers
