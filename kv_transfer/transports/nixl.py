@@ -41,10 +41,10 @@ from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.nixl_agent import NixlAgent, Read, RemotePool, require_nixl
 from kv_transfer.transports.nixl_link import NixlLink, NixlLinks
 from kv_transfer.transports.stream_hooks import (
+    Arrival,
     BlockOutlet,
     BlockSource,
     Delivery,
-    Landing,
     PlainDelivery,
     Say,
 )
@@ -233,7 +233,7 @@ class _AgentSource(BlockSource):
     def __init__(self, links: NixlLinks, link: NixlLink) -> None:
         self._links = links
         self._link = link
-        self._announced: list[Landing] = []
+        self._announced: list[Arrival] = []
         self._under_way: set[Read] = set()
         self._bytes_under_way = 0
         self._has_room = asyncio.Event()
@@ -242,18 +242,18 @@ class _AgentSource(BlockSource):
     def payload_bytes(self, destination: memoryview) -> int:
         return 0
 
-    async def fill(self, frames: FrameSocket, landing: Landing) -> None:
-        self._link.check(landing.block.block_id)
+    async def fill(self, frames: FrameSocket, arrival: Arrival) -> None:
+        self._link.check(arrival.block.block_id)
         if not self._announced:
             asyncio.get_running_loop().call_soon(self._read_announced)
-        self._announced.append(landing)
-        self._bytes_under_way += landing.destination.nbytes
+        self._announced.append(arrival)
+        self._bytes_under_way += arrival.destination.nbytes
         if self._bytes_announced() >= _READ_BYTES:
             self._read_announced()
         while self._bytes_under_way >= _WINDOW_BYTES:
             self._has_room.clear()
             await self._has_room.wait()
-        await frames.pace(landing.destination.nbytes)
+        await frames.pace(arrival.destination.nbytes)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -264,29 +264,29 @@ class _AgentSource(BlockSource):
             self._links.leave(self._link)
 
     def _bytes_announced(self) -> int:
-        return sum(landing.destination.nbytes for landing in self._announced)
+        return sum(arrival.destination.nbytes for arrival in self._announced)
 
     def _read_announced(self) -> None:
-        landings, self._announced = self._announced, []
-        if not landings or self._is_closed:
+        arrivals, self._announced = self._announced, []
+        if not arrivals or self._is_closed:
             return
-        pieces = [(landing.block.block_id, landing.destination) for landing in landings]
-        read = self._link.read(pieces, lambda error: self._end(landings, error))
+        pieces = [(arrival.block.block_id, arrival.destination) for arrival in arrivals]
+        read = self._link.read(pieces, lambda error: self._end(arrivals, error))
         if read is not None:
             self._under_way.add(read)
 
-    def _end(self, landings: Sequence[Landing], error: TransferError | None) -> None:
-        self._bytes_under_way -= sum(landing.destination.nbytes for landing in landings)
+    def _end(self, arrivals: Sequence[Arrival], error: TransferError | None) -> None:
+        self._bytes_under_way -= sum(arrival.destination.nbytes for arrival in arrivals)
         self._has_room.set()
         if self._is_closed:
             return
-        for landing in landings:
+        for arrival in arrivals:
             try:
                 if error is not None:
                     raise error
-                landing.landed()
+                arrival.landed()
             except TransferError as failure:
-                landing.failed(failure)
+                arrival.failed(failure)
                 return
 
 

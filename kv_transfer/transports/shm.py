@@ -47,7 +47,7 @@ from kv_transfer.transport import (
 from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket, peer_credentials
 from kv_transfer.transports.link_security import LinkSecurity
-from kv_transfer.transports.stream_hooks import BlockOutlet, BlockSource, Landing
+from kv_transfer.transports.stream_hooks import Arrival, BlockOutlet, BlockSource
 from kv_transfer.transports.stream_server import StreamBlockServer, StreamTimings
 from kv_transfer.transports.stream_session import StreamSession, connect_frames
 from kv_transfer.transports.wire import FrameType, Identity
@@ -221,10 +221,10 @@ class _ArenaSource(BlockSource):
     def payload_bytes(self, destination: memoryview) -> int:
         return 0
 
-    async def fill(self, frames: FrameSocket, landing: Landing) -> None:
-        self._copy(landing.block.block_id, landing.destination)
-        landing.landed()
-        await frames.pace(landing.destination.nbytes)
+    async def fill(self, frames: FrameSocket, arrival: Arrival) -> None:
+        self._copy(arrival.block.block_id, arrival.destination)
+        arrival.landed()
+        await frames.pace(arrival.destination.nbytes)
 
     async def close(self) -> None:
         self._arenas.leave(self._arena)

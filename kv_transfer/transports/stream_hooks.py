@@ -1,7 +1,7 @@
 """What a transport that talks in frames over a stream socket does in its own way, at both ends.
 
 At the owner's an outlet, and a delivery for each connection; at the receiver's a source for each
-session, which is handed a landing for each block. What most of them do is written here.
+session, which is handed an arrival for each block. What most of them do is written here.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class BlockOutlet(Protocol):
         return
 
 
-class Landing(Protocol):
+class Arrival(Protocol):
     """A block on its way into its place."""
 
     @property
@@ -136,10 +136,10 @@ class BlockSource(Protocol):
         """A frame that only this transport has; raises `CorruptTransferError` if it has not."""
         raise CorruptTransferError(f"an owner sent {kind.name}")
 
-    async def fill(self, frames: FrameSocket, landing: Landing) -> None:
+    async def fill(self, frames: FrameSocket, arrival: Arrival) -> None:
         """Begin to write the block whose header was read last, or do all of it.
 
-        No frame is read meanwhile. What was begun tells `landing` how it ended, once.
+        No frame is read meanwhile. What was begun tells `arrival` how it ended, once.
         """
 
     async def close(self) -> None:

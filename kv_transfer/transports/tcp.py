@@ -21,7 +21,7 @@ from kv_transfer.transport import (
 from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket
 from kv_transfer.transports.link_security import LinkSecurity
-from kv_transfer.transports.stream_hooks import BlockOutlet, BlockSource, Landing
+from kv_transfer.transports.stream_hooks import Arrival, BlockOutlet, BlockSource
 from kv_transfer.transports.stream_server import StreamBlockServer, StreamTimings
 from kv_transfer.transports.stream_session import StreamSession, connect_frames
 from kv_transfer.transports.tcp_socket import dial, listen
@@ -86,9 +86,9 @@ class _SocketSource(BlockSource):
     def payload_bytes(self, destination: memoryview) -> int:
         return destination.nbytes
 
-    async def fill(self, frames: FrameSocket, landing: Landing) -> None:
-        await frames.receive_into(landing.destination)
-        landing.landed()
+    async def fill(self, frames: FrameSocket, arrival: Arrival) -> None:
+        await frames.receive_into(arrival.destination)
+        arrival.landed()
 
 
 class _SocketOutlet(BlockOutlet):

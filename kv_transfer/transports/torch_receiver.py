@@ -15,7 +15,7 @@ from kv_transfer.transports.pair_messages import Entry, Ready, Turn
 from kv_transfer.transports.pair_plan import blocks_per_turn, messages_of
 from kv_transfer.transports.pair_table import PairLimits, PairTable, Seat
 from kv_transfer.transports.process_group import RECEIVER_RANK, GroupBackend, PairGroup
-from kv_transfer.transports.stream_hooks import BlockSource, Landing, SessionControl
+from kv_transfer.transports.stream_hooks import Arrival, BlockSource, SessionControl
 from kv_transfer.transports.wire import FrameType
 
 
@@ -42,7 +42,7 @@ class GroupSource(BlockSource):
         self._limits = limits
         self._frames = frames
         self._seat: Seat[PairGroup] | None = None
-        self._arrival: _Arrival | None = None
+        self._receives: _Receives | None = None
         self._answers: asyncio.Queue[Ready] = asyncio.Queue()
         self._store: tuple[int, MirroredStore] | None = None
         """Of the group that is being made, by epoch."""
@@ -63,7 +63,7 @@ class GroupSource(BlockSource):
     ) -> None:
         """Get the turn and post the receives, so that nothing that is fetched comes too early."""
         group = await run_beside(self._begin(control), control.until_failure())
-        self._arrival = _Arrival(group, blocks, destinations, self._frames)
+        self._receives = _Receives(group, blocks, destinations, self._frames)
 
     def take(self, kind: FrameType, payload: bytes) -> None:
         """The owner's answers, and its part of the store."""
@@ -78,16 +78,16 @@ class GroupSource(BlockSource):
             case _:
                 super().take(kind, payload)
 
-    async def fill(self, frames: FrameSocket, landing: Landing) -> None:
+    async def fill(self, frames: FrameSocket, arrival: Arrival) -> None:
         """Wait until the block has come; the turn ends with its last one."""
-        logical = landing.block.logical
-        if self._arrival is None:
+        logical = arrival.block.logical
+        if self._receives is None:
             raise CorruptTransferError(f"logical block {logical} came outside a turn")
-        await self._arrival.wait_for(logical)
-        await frames.pace(landing.destination.nbytes)
-        if self._arrival.is_complete:  # before who waits is told: a session that has all is closed
+        await self._receives.wait_for(logical)
+        await frames.pace(arrival.destination.nbytes)
+        if self._receives.is_complete:  # before who waits is told: a session that has all is closed
             await self._end_turn()
-        landing.landed()
+        arrival.landed()
 
     async def close(self) -> None:
         """Fence: an unfinished turn ends with its group."""
@@ -96,15 +96,15 @@ class GroupSource(BlockSource):
             if seat is not None:
                 await self._pairs.discard(seat)
         finally:
-            if self._arrival is not None:
-                await self._arrival.end()
+            if self._receives is not None:
+                await self._receives.end()
 
     async def _end_turn(self) -> None:
-        arrival, seat = self._arrival, self._seat
-        assert arrival is not None, "a turn ends once"
+        receives, seat = self._receives, self._seat
+        assert receives is not None, "a turn ends once"
         assert seat is not None, "a turn has a seat"
-        await arrival.end()
-        self._arrival = self._seat = None
+        await receives.end()
+        self._receives = self._seat = None
         self._pairs.leave(seat)
 
     async def _begin(self, control: SessionControl) -> PairGroup:
@@ -155,7 +155,7 @@ class GroupSource(BlockSource):
         return answer.is_paired
 
 
-class _Arrival:
+class _Receives:
     """The receives of one turn: begins with them posted, ends when all have come or failed."""
 
     def __init__(
