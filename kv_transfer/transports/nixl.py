@@ -255,7 +255,7 @@ class _AgentSource(BlockSource):
             await self._has_room.wait()
         await frames.pace(arrival.destination.nbytes)
 
-    async def close(self) -> None:
+    async def close(self, failure: TransferError | None) -> None:
         self._is_closed = True
         self._announced.clear()
         try:

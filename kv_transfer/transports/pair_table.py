@@ -106,6 +106,12 @@ class PairTable(Generic[Group]):
         finally:
             self.leave(seat)
 
+    async def forget(self, peer: str) -> None:
+        """Close a peer's group unless it is in use: whoever uses it will notice by itself."""
+        seat = self._seats.get(peer)
+        if seat is not None and not seat.is_taken:
+            await self._evict(seat)
+
     async def drop_group(self, seat: Seat[Group]) -> None:
         """Close the group of a taken seat, which stays taken."""
         group, seat.group = seat.group, None

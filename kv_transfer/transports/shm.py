@@ -43,6 +43,7 @@ from kv_transfer.transport import (
     GrantAuthority,
     LinkRefusedError,
     PeerLostError,
+    TransferError,
 )
 from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket, peer_credentials
@@ -226,7 +227,7 @@ class _ArenaSource(BlockSource):
         arrival.landed()
         await frames.pace(arrival.destination.nbytes)
 
-    async def close(self) -> None:
+    async def close(self, failure: TransferError | None) -> None:
         self._arenas.leave(self._arena)
 
     def _copy(self, block_id: BlockId, destination: memoryview) -> None:

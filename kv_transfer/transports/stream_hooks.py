@@ -142,6 +142,9 @@ class BlockSource(Protocol):
         No frame is read meanwhile. What was begun tells `arrival` how it ended, once.
         """
 
-    async def close(self) -> None:
-        """The session has ended; returns once nothing that was begun can write any more."""
+    async def close(self, failure: TransferError | None) -> None:
+        """The session has ended, well or by `failure`, which may say that the peer is gone.
+
+        Returns once nothing that was begun can write any more.
+        """
         return

@@ -233,7 +233,7 @@ class StreamSession:
         await asyncio.gather(self._reader, self._watchdog, return_exceptions=True)
         self._frames.close()
         try:
-            await self._source.close()
+            await self._source.close(self._failure)
         finally:
             self._expected.clear()
             self._arriving.clear()

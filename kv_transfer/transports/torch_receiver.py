@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kv_transfer.geometry import LogicalBlock
 from kv_transfer.handoff import GrantedBlock, PeerInfo
 from kv_transfer.transfer_thread import run_beside
-from kv_transfer.transport import BlockMemory, CorruptTransferError, PeerLostError
+from kv_transfer.transport import BlockMemory, CorruptTransferError, PeerLostError, TransferError
 from kv_transfer.transports.frame_socket import FrameSocket
 from kv_transfer.transports.mirrored_store import MirroredStore
 from kv_transfer.transports.pair_messages import Entry, Ready, Turn
@@ -89,12 +89,14 @@ class GroupSource(BlockSource):
             await self._end_turn()
         arrival.landed()
 
-    async def close(self) -> None:
-        """Fence: an unfinished turn ends with its group."""
+    async def close(self, failure: TransferError | None) -> None:
+        """Fence: an unfinished turn ends with its group, as an idle group does of a lost peer."""
         seat, self._seat = self._seat, None
         try:
             if seat is not None:
                 await self._pairs.discard(seat)
+            elif isinstance(failure, PeerLostError):
+                await self._pairs.forget(self._peer.incarnation)
         finally:
             if self._receives is not None:
                 await self._receives.end()

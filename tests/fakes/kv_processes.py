@@ -259,7 +259,7 @@ async def reader_process(
     kind: StreamKind, bytes_per_block: int, *, lease_s: float = 5.0
 ) -> AsyncIterator[ReaderProcess]:
     """A process that pulls blocks."""
-    me = worker("d", bytes_per_block)
+    me = worker("d", bytes_per_block, "d-of-its-own")  # of no other process, as incarnations are
     arguments = {
         "num_blocks": NUM_BLOCKS,
         "bytes_per_block": bytes_per_block,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import signal
@@ -44,20 +45,15 @@ async def test_transfers_that_begin_at_once_share_one_agent(kind):
 
 async def test_eight_workers_of_one_process_read_from_the_same_owner(kind):
     """Each with its agent and its thread."""
-    async with owner_process(kind, SIZE) as owner:
-        workers = [Decode(kind, SIZE) for _ in range(8)]
-        for worker in workers:
-            await worker.__aenter__()
-        try:
-            await asyncio.gather(
-                *(
-                    shuffled_handoff(owner, worker, f"t{number}", seed=number)
-                    for number, worker in enumerate(workers)
-                )
+    async with contextlib.AsyncExitStack() as opened:
+        owner = await opened.enter_async_context(owner_process(kind, SIZE))
+        workers = [await opened.enter_async_context(Decode(kind, SIZE)) for _ in range(8)]
+        await asyncio.gather(
+            *(
+                shuffled_handoff(owner, worker, f"t{number}", seed=number)
+                for number, worker in enumerate(workers)
             )
-        finally:
-            for worker in workers:
-                await worker.__aexit__()
+        )
 
 
 async def test_an_owner_that_comes_back_under_its_name_is_read_anew(kind):

@@ -54,6 +54,17 @@ async def test_a_taken_seat_is_waited_for_in_order():
     assert turns == ["a", "b", "c"]
 
 
+async def test_a_lost_peer_keeps_no_idle_group_and_one_in_use_stays():
+    table = make_table()
+    idle, other = await seated(table, "lost"), await seated(table, "other")
+    await table.forget("lost")
+    assert (idle.closed, other.closed, len(table)) == (1, 0, 1)
+    await table.take("other")
+    await table.forget("other")
+    await table.forget("nobody")
+    assert (other.closed, len(table)) == (0, 1)
+
+
 async def test_a_waiter_that_is_cancelled_leaves_no_trace():
     table = make_table()
     seat = await table.take("p")
