@@ -1,7 +1,7 @@
 """The settings of one deployment: names, types, defaults and the rules among them.
 
 Owns every rule that needs no facts about a model; rules that need them (does the pool hold the
-window?) are in `workers.planning`. Values are frozen and never read from the environment here:
+window?) are in `workers.checks`. Values are frozen and never read from the environment here:
 `configs.load` does that, once per process.
 """
 

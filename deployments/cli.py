@@ -131,7 +131,7 @@ def check(
         typer.echo(json.dumps(plan_as_json(settings, deployment), indent=2))
     else:
         typer.echo(plan_as_text(settings, deployment))
-    from workers.planning import enforce
+    from workers.checks import enforce
 
     enforce(deployment.checks)
 

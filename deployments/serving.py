@@ -18,8 +18,8 @@ from deployments.cluster.errors import ClusterError
 from deployments.cluster.local import LocalCluster
 from deployments.secret import read_secret
 from deployments.terminal.check import plan_for_host
+from workers.checks import enforce
 from workers.models.store import default_cache_dir
-from workers.planning import enforce
 
 logger = logging.getLogger(__name__)
 

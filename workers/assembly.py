@@ -27,6 +27,7 @@ from kv_transfer.transports.tls import TlsContexts
 from kv_transfer.transports.torch import TorchTransport
 from kv_transfer.ucx_device import RdmaOutlook
 from workers import planning
+from workers.checks import enforce
 from workers.decode import DecodeWorker
 from workers.decode_config import DecodeConfig
 from workers.engine.block_pool import BlockPool
@@ -73,7 +74,7 @@ def survey(settings: Settings, environ: Mapping[str, str]) -> Site:
         shares_memory=can_share_memory(),
         rdma=rdma_outlook(settings.transfer),
     )
-    planning.enforce(plan.checks)
+    enforce(plan.checks)
     return Site(model_path=source.path, info=info, plan=plan)
 
 

@@ -11,16 +11,11 @@ from configs.schema import Settings
 from deployments.terminal.tables import format_columns
 from kv_transfer.geometry import KVLayout
 from kv_transfer.shared_memory import can_share_memory
+from workers.checks import Outcome, format_bytes
 from workers.host import available_bytes, available_cores, has_bf16_cpu, rdma_outlook
 from workers.models.facts import find_snapshot, read_facts
 from workers.models.store import ModelStore, default_cache_dir
-from workers.planning import (
-    DeploymentPlan,
-    Outcome,
-    WorkerPlan,
-    format_bytes,
-    plan,
-)
+from workers.planning import DeploymentPlan, WorkerPlan, plan
 
 __all__ = ["plan_as_json", "plan_as_text", "plan_for_host"]
 

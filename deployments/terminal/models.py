@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deployments.terminal.tables import format_columns
+from workers.checks import format_bytes
 from workers.models.catalog import PackagedModel
 from workers.models.store import ModelStore, PullProgress, StoredModel
-from workers.planning import format_bytes
 
 __all__ = ["PullDisplay", "models_as_text", "pull"]
 

@@ -13,37 +13,14 @@ from configs.schema import (
     ModelSettings,
     PrefillSettings,
     Settings,
-    TlsSettings,
     TransferSettings,
 )
-from kv_transfer.handoff import PeerInfo
-from kv_transfer.transports.nixl import NixlTransport
-from kv_transfer.transports.shm import ShmTransport
-from kv_transfer.transports.tcp import TcpTransport
-from kv_transfer.transports.torch import TorchTransport
 from kv_transfer.ucx_device import RdmaOutlook
+from workers.checks import INV_POOL_WINDOW, Check, Outcome, enforce
 from workers.errors import PoolTooSmallError, WorkerError
-from workers.planning import (
-    DATA_PATHS,
-    INV_POOL_WINDOW,
-    Check,
-    DeploymentPlan,
-    ModelFacts,
-    Outcome,
-    check_data_path,
-    check_link,
-    check_pool_window,
-    check_transport,
-    check_window,
-    enforce,
-    format_bytes,
-    plan,
-    resolve_dtype,
-)
+from workers.planning import DeploymentPlan, ModelFacts, plan, resolve_dtype
 from workers.runner_choice import Architecture
 
-NO_RDMA = RdmaOutlook(is_installed=False, device="lo", is_rdma=False)
-LOOPBACK = RdmaOutlook(is_installed=True, device="lo", is_rdma=False)
 RDMA = RdmaOutlook(is_installed=True, device="mlx5_0:1", is_rdma=True)
 
 FACTS = ModelFacts(
@@ -81,28 +58,6 @@ def settings_of(
 
 def checks_of(deployment: DeploymentPlan, check_id: str) -> list[Check]:
     return [check for check in deployment.checks if check.id == check_id]
-
-
-def peer(worker_id: str, **changes: object) -> PeerInfo:
-    values: dict[str, object] = {
-        "worker_id": worker_id,
-        "incarnation": "i",
-        "fingerprint": "f" * 32,
-        "content_fingerprint": "c" * 32,
-        "bytes_per_block": 1,
-        "has_sliding_window": False,
-        "tp_size": 1,
-        "tp_rank": 0,
-        "model_digest": "m",
-        "dtype": "fp32",
-        "num_layers": 2,
-        "num_kv_heads": 1,
-        "head_dim": 8,
-        "block_size": 16,
-        "max_model_len": 4096,
-        "pool_tokens": 8192,
-    }
-    return PeerInfo(**(values | changes))  # type: ignore[arg-type]  # fields by name
 
 
 def test_unsized_pools_hold_two_windows_and_decode_its_floor() -> None:
@@ -249,45 +204,6 @@ def test_window_may_be_smaller_than_the_models_context() -> None:
     enforce(deployment.checks)
 
 
-def test_window_check_allows_equality() -> None:
-    assert check_window(window=8192, context_length=8192).ok
-
-
-def test_pool_check_compares_pool_and_window() -> None:
-    assert check_pool_window("decode", pool_tokens=100, window=100).ok
-    assert not check_pool_window("decode", pool_tokens=99, window=100).ok
-
-
-def test_link_holds_between_equal_peers() -> None:
-    check = check_link(peer("decode-0"), peer("prefill-0"))
-
-    assert check.ok
-    assert check.id == INV_POOL_WINDOW
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"fingerprint": "0" * 32}, ["fingerprint differs", "0" * 32]),
-        ({"dtype": "bf16"}, ["dtype differs", "fp32", "bf16"]),
-        ({"max_model_len": 2048}, ["window differs", "4096", "2048"]),
-        ({"pool_tokens": 4095}, ["prefill-0 holds 4095", "4096"]),
-    ],
-)
-def test_link_is_refused_with_what_differs(changes: dict[str, object], words: list[str]) -> None:
-    check = check_link(peer("decode-0"), peer("prefill-0", **changes))
-
-    assert not check.ok
-    assert all(word in check.sentence for word in words)
-
-
-def test_link_is_refused_when_the_decode_side_lacks_the_window() -> None:
-    check = check_link(peer("decode-0", pool_tokens=1), peer("prefill-0"))
-
-    assert not check.ok
-    assert "decode-0 holds 1 tokens" in check.sentence
-
-
 @pytest.mark.parametrize(
     ("available", "outcome"),
     [(None, Outcome.WARNS), (10**9, Outcome.FAILS), (10**11, Outcome.HOLDS)],
@@ -341,74 +257,6 @@ def test_more_threads_than_cores_is_a_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "shares_memory", "outcome", "says"),
-    [
-        ("auto", True, Outcome.HOLDS, "over shm: the workers share this host's memory; between"),
-        ("auto", False, Outcome.HOLDS, "over tcp: this host lets no process share memory"),
-        ("tcp", True, Outcome.HOLDS, "over tcp: transfer.transport says so"),
-        ("torch", True, Outcome.HOLDS, "16 process groups, which take 64.0 MiB at most"),
-        ("torch", False, Outcome.HOLDS, "Gloo; NCCL was not run"),
-        ("shm", True, Outcome.HOLDS, "over shm: the workers share this host's memory."),
-        ("shm", False, Outcome.FAILS, "transfer.transport is shm, but this host"),
-    ],
-)
-def test_the_plan_says_what_kv_moves_over_and_why(
-    wanted: str, shares_memory: bool, outcome: Outcome, says: str
-) -> None:
-    check = check_transport(wanted, shares_memory, NO_RDMA)
-
-    assert check.outcome is outcome
-    assert says in check.sentence
-
-
-@pytest.mark.parametrize(
-    ("wanted", "rdma", "outcome", "says"),
-    [
-        ("nixl", NO_RDMA, Outcome.FAILS, "pip install 'baton-serve[rdma]'"),
-        ("nixl", LOOPBACK, Outcome.WARNS, "without RDMA, on lo: slower than tcp"),
-        ("nixl", replace(LOOPBACK, device=None), Outcome.WARNS, "on all devices"),
-        ("nixl", replace(LOOPBACK, problem="no device"), Outcome.FAILS, "nixl: no device."),
-        ("nixl", RDMA, Outcome.HOLDS, "RDMA on mlx5_0:1"),
-        ("auto", RDMA, Outcome.HOLDS, "over nixl: this host lets no process share memory"),
-        ("auto", LOOPBACK, Outcome.HOLDS, "over tcp: this host lets no process share memory"),
-        ("auto", replace(RDMA, is_installed=False), Outcome.HOLDS, "over tcp: this host"),
-        ("tcp", RDMA, Outcome.HOLDS, "over tcp: transfer.transport says so"),
-    ],
-)
-def test_nixl_is_what_auto_takes_only_with_rdma_and_its_package(
-    wanted: str, rdma: RdmaOutlook, outcome: Outcome, says: str
-) -> None:
-    check = check_transport(wanted, False, rdma)
-
-    assert check.outcome is outcome
-    assert says in check.sentence
-
-
-LOCAL = TransferSettings()
-WIDE = TransferSettings(host="10.0.0.1")
-TLS = TlsSettings(certificate="a.pem", key="a.key", ca="ca.pem")
-
-
-@pytest.mark.parametrize(
-    ("transport", "settings", "outcome", "says"),
-    [
-        ("shm", WIDE, Outcome.HOLDS, "shm: both ends know the deployment's secret; blocks never"),
-        ("tcp", LOCAL, Outcome.HOLDS, "unencrypted on 127.0.0.1: transfer.tls"),
-        ("tcp", WIDE, Outcome.WARNS, "unencrypted on 10.0.0.1: transfer.tls"),
-        ("tcp", TransferSettings(host="10.0.0.1", tls=TLS), Outcome.HOLDS, "move inside TLS"),
-        ("nixl", WIDE, Outcome.WARNS, "has to keep strangers off 10.0.0.1"),
-    ],
-)
-def test_the_plan_says_who_can_get_at_blocks_on_their_way(
-    transport: str, settings: TransferSettings, outcome: Outcome, says: str
-) -> None:
-    check = check_data_path(transport, settings)
-
-    assert check.outcome is outcome
-    assert says in check.sentence
-
-
-@pytest.mark.parametrize(
     ("wanted", "shares_memory", "names"),
     [
         ("auto", True, ["shm", "tcp"]),
@@ -434,11 +282,6 @@ def test_auto_may_take_nixl_between_hosts_where_it_is_best() -> None:
 
     paths = checks_of(deployment, "DATA-PATH")
     assert [check.sentence.partition(":")[0] for check in paths] == ["shm", "nixl", "tcp"]
-
-
-@pytest.mark.parametrize("transport", [ShmTransport, TcpTransport, NixlTransport, TorchTransport])
-def test_what_is_said_of_a_transport_is_what_it_declares(transport) -> None:
-    assert DATA_PATHS[transport.name] == transport.capabilities.data_path
 
 
 def test_only_a_deployment_with_links_has_a_transport() -> None:
@@ -519,18 +362,3 @@ def test_dtype_is_resolved_by_the_device(
     model = ModelSettings.model_validate({"dtype": dtype, "device": device})
 
     assert resolve_dtype(model, has_bf16_cpu=has_bf16_cpu) == expected
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (46_080, "45.0 KiB"),
-        (2**20, "1.00 MiB"),
-        (2_264_924_160, "2.11 GiB"),
-        (5000 * 2**40, "5000.0 TiB"),
-    ],
-)
-def test_bytes_are_written_for_people(num_bytes: int, text: str) -> None:
-    assert format_bytes(num_bytes) == text

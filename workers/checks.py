@@ -1,0 +1,267 @@
+"""What must hold before a deployment starts: each invariant or rule, checked, with its sentence.
+
+Pure: `baton check` prints what is found here, `baton serve` and every worker at its start enforce
+it, with the same sentences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Literal
+
+from configs.schema import TransferSettings
+from kv_transfer.compatibility import check_compatible
+from kv_transfer.handoff import PeerInfo
+from kv_transfer.transport import DataPath, LinkRefusedError
+from kv_transfer.transports.pair_plan import MESSAGE_BYTES, WINDOW
+from kv_transfer.transports.pair_table import MAX_PAIRS
+from kv_transfer.ucx_device import NIXL_IS_MISSING, RdmaOutlook
+from workers.errors import PoolTooSmallError, WorkerError
+from workers.runner_choice import RunnerChoice
+
+__all__ = [
+    "DATA_PATHS",
+    "INV_POOL_WINDOW",
+    "Check",
+    "Outcome",
+    "Role",
+    "check_cores",
+    "check_data_path",
+    "check_link",
+    "check_memory",
+    "check_pool_window",
+    "check_runner",
+    "check_transfer",
+    "check_transport",
+    "check_window",
+    "enforce",
+    "format_bytes",
+]
+
+Role = Literal["decode", "prefill"]
+
+INV_POOL_WINDOW = "INV-POOL-WINDOW"
+
+DATA_PATHS: Mapping[str, DataPath] = MappingProxyType(
+    {"shm": "host", "tcp": "authenticated", "nixl": "open", "torch": "open"}
+)
+"""What transports declare in their `Capabilities`, here since `baton check` loads none of them."""
+
+_LOOPBACK = ("127.", "::1", "localhost")
+
+
+class Outcome(Enum):
+    """What a check found."""
+
+    HOLDS = "holds"
+    FAILS = "fails"
+    WARNS = "warns"
+    """Not known to hold, but no reason to refuse the start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One invariant or rule, checked: its id, what was found, and a sentence with the numbers."""
+
+    id: str
+    outcome: Outcome
+    sentence: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether a deployment may start in spite of it."""
+        return self.outcome is not Outcome.FAILS
+
+
+def enforce(checks: Iterable[Check]) -> None:
+    """Refuse to start with the first failed check's sentence.
+
+    Raises PoolTooSmallError where it is INV-POOL-WINDOW, otherwise WorkerError.
+    """
+    for check in checks:
+        if not check.ok:
+            error = PoolTooSmallError if check.id == INV_POOL_WINDOW else WorkerError
+            raise error(f"{check.id}: {check.sentence}")
+
+
+def check_runner(model_type: str, runner: RunnerChoice) -> Check:
+    """The model is of a kind that can be run, as far as its configuration shows."""
+    if runner.tier == "refused":
+        sentence = f"A model of type {model_type} cannot be served: {runner.reason}."
+        return Check(id="RUNNER", outcome=Outcome.FAILS, sentence=sentence)
+    sentence = f"The model is run as {runner.tier}: {runner.reason}."
+    return Check(id="RUNNER", outcome=Outcome.HOLDS, sentence=sentence)
+
+
+def check_window(*, window: int, context_length: int) -> Check:
+    """The window is one that the model was trained for."""
+    if window <= context_length:
+        sentence = f"The window of {window} tokens is within the model's {context_length}."
+        return Check(id="WINDOW", outcome=Outcome.HOLDS, sentence=sentence)
+    sentence = (
+        f"The window is set to {window} tokens, but the model knows {context_length}: lower "
+        "model.max_model_len."
+    )
+    return Check(id="WINDOW", outcome=Outcome.FAILS, sentence=sentence)
+
+
+def check_pool_window(role: Role, *, pool_tokens: int, window: int) -> Check:
+    """INV-POOL-WINDOW: one worker's pool holds at least one request of a full window."""
+    if pool_tokens >= window:
+        sentence = f"The {role} pool holds {pool_tokens} tokens, the window is {window}."
+        return Check(id=INV_POOL_WINDOW, outcome=Outcome.HOLDS, sentence=sentence)
+    sentence = (
+        f"The {role} pool holds {pool_tokens} tokens, but one request may take the window of "
+        f"{window}: size {role}.engine for at least {window} tokens or lower model.max_model_len."
+    )
+    return Check(id=INV_POOL_WINDOW, outcome=Outcome.FAILS, sentence=sentence)
+
+
+def check_link(decode: PeerInfo, prefill: PeerInfo) -> Check:
+    """INV-POOL-WINDOW: two workers may hand over only with one layout, one window, held by both."""
+    try:
+        check_compatible(prefill, decode)
+    except LinkRefusedError as error:
+        sentence = f"{decode.worker_id} cannot take KV from {prefill.worker_id}: {error}."
+        return Check(id=INV_POOL_WINDOW, outcome=Outcome.FAILS, sentence=sentence)
+    sentence = (
+        f"{decode.worker_id} ({decode.pool_tokens} tokens) and {prefill.worker_id} "
+        f"({prefill.pool_tokens}) both hold the window of {decode.max_model_len} in one layout."
+    )
+    return Check(id=INV_POOL_WINDOW, outcome=Outcome.HOLDS, sentence=sentence)
+
+
+def check_transfer(
+    settings: TransferSettings, rdma: RdmaOutlook, *, shares_memory: bool
+) -> list[Check]:
+    """What the KV cache will move over, and who can get at it on each way that it may take."""
+    return [
+        check_transport(settings.transport, shares_memory, rdma),
+        *(
+            check_data_path(transport, settings)
+            for transport in _candidates(settings.transport, shares_memory, rdma)
+        ),
+    ]
+
+
+def check_data_path(transport: str, settings: TransferSettings) -> Check:
+    """Who can get at the blocks that a transport moves; a warning where a network can."""
+    path = DATA_PATHS[transport]
+    if path == "authenticated" and settings.tls is not None:
+        path = "encrypted"
+    outcome = Outcome.HOLDS
+    if path in ("authenticated", "open") and not settings.host.startswith(_LOOPBACK):
+        outcome = Outcome.WARNS
+    sentence = {
+        "host": "both ends know the deployment's secret; blocks never leave this host's memory.",
+        "encrypted": "both ends know the deployment's secret; blocks move inside TLS.",
+        "authenticated": "both ends know the deployment's secret; blocks move unencrypted on "
+        f"{settings.host}: transfer.tls encrypts them.",
+        "open": "its data sockets ask nobody who they are and encrypt nothing; a network policy "
+        f"has to keep strangers off {settings.host}.",
+    }[path]
+    return Check(id="DATA-PATH", outcome=outcome, sentence=f"{transport}: {sentence}")
+
+
+def _candidates(wanted: str, shares_memory: bool, rdma: RdmaOutlook) -> tuple[str, ...]:
+    """The transports that links may use, best first."""
+    if wanted == "auto":
+        within = ("shm",) if shares_memory else ()
+        between = ("nixl", "tcp") if rdma.is_best else ("tcp",)
+        return within + between
+    return (wanted,)
+
+
+def check_transport(wanted: str, shares_memory: bool, rdma: RdmaOutlook) -> Check:
+    """What the KV cache will move over, and why; `wanted` is the setting."""
+    outcome = Outcome.HOLDS
+    network = "nixl" if rdma.is_best else "tcp"
+    if wanted == "nixl":
+        return _check_nixl(rdma)
+    if wanted == "tcp":
+        sentence = "KV moves over tcp: transfer.transport says so."
+    elif wanted == "torch":
+        staging = format_bytes(MAX_PAIRS * WINDOW * MESSAGE_BYTES)
+        sentence = (
+            "KV moves over torch.distributed (Gloo; NCCL was not run): transfer.transport says so. "
+            f"A worker keeps up to {MAX_PAIRS} process groups, which take {staging} at most."
+        )
+    elif shares_memory:
+        sentence = "KV moves over shm: the workers share this host's memory."
+        if wanted == "auto":
+            sentence = f"{sentence[:-1]}; between hosts it would be {network}."
+    elif wanted == "auto":
+        sentence = (
+            f"KV moves over {network}: this host lets no process share memory (no sealed memfd)."
+        )
+    else:
+        outcome = Outcome.FAILS
+        sentence = (
+            "transfer.transport is shm, but this host lets no process share memory (no sealed "
+            "memfd): set it to auto, tcp or torch."
+        )
+    return Check(id="TRANSPORT", outcome=outcome, sentence=sentence)
+
+
+def _check_nixl(rdma: RdmaOutlook) -> Check:
+    if not rdma.is_installed:
+        outcome, sentence = Outcome.FAILS, NIXL_IS_MISSING
+    elif rdma.problem:
+        outcome, sentence = Outcome.FAILS, f"transport nixl: {rdma.problem}."
+    elif rdma.is_rdma:
+        outcome = Outcome.HOLDS
+        sentence = f"KV moves over nixl: RDMA on {rdma.device}, which no test has had so far."
+    else:
+        outcome = Outcome.WARNS
+        sentence = (
+            f"KV moves over nixl without RDMA, on {rdma.device or 'all devices'}: slower than tcp, "
+            "and a decode worker that dies while it reads may take the prefill worker with it."
+        )
+    return Check(id="TRANSPORT", outcome=outcome, sentence=sentence)
+
+
+def check_memory(
+    *, pool_bytes: int, weight_bytes: int | None, available_bytes: int | None
+) -> Check:
+    """All pools and weights fit the host at once, when full; None is what is not known."""
+    needs = f"{format_bytes(pool_bytes)} of KV pools and weights of a size that is not known"
+    if weight_bytes is not None:
+        weights = format_bytes(weight_bytes)
+        needs = f"{format_bytes(pool_bytes)} of KV pools and {weights} of weights"
+    if available_bytes is None:
+        sentence = f"The workers need {needs}; how much memory there is, is not known."
+        return Check(id="MEMORY", outcome=Outcome.WARNS, sentence=sentence)
+    if pool_bytes + (weight_bytes or 0) <= available_bytes:
+        sentence = f"The workers need {needs}; {format_bytes(available_bytes)} are available."
+        return Check(id="MEMORY", outcome=Outcome.HOLDS, sentence=sentence)
+    sentence = (
+        f"The workers need {needs}, but only {format_bytes(available_bytes)} are available: size "
+        "the pools by decode.engine.pool_tokens and prefill.engine.pool_tokens, or lower "
+        "model.max_model_len."
+    )
+    return Check(id="MEMORY", outcome=Outcome.FAILS, sentence=sentence)
+
+
+def check_cores(*, threads: int, cores: int) -> Check:
+    """Every thread of a forward pass has a core."""
+    if threads <= cores:
+        sentence = f"The workers run {threads} threads on {cores} cores."
+        return Check(id="CORES", outcome=Outcome.HOLDS, sentence=sentence)
+    sentence = (
+        f"The workers run {threads} threads on {cores} cores: they will slow each other down."
+    )
+    return Check(id="CORES", outcome=Outcome.WARNS, sentence=sentence)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """A size for people: 45.0 KiB, 2.11 GiB."""
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    digits = 0 if unit == "B" else 2 if size < 10 else 1
+    return f"{size:.{digits}f} {unit}"
