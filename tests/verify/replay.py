@@ -194,6 +194,7 @@ class Replay:
         self._open_lease(r, self.requests[r].epoch)
 
     def e_prefill_here(self, r: int) -> None:
+        self.decode.holdings.start_over(self._sequence(r))
         self.decode.roster.start_prefill(self._sequence(r))
 
     def e_computed_here(self, r: int) -> None:
@@ -217,7 +218,7 @@ class Replay:
         self._pull(r).apply(Publish())
         self.requests[r].drop_pull()
         self.decode.roster.start_decoding(self._sequence(r))
-        self.decode.holdings.computed(self._sequence(r), PROMPTS[r])
+        self.decode.holdings.landed(self._sequence(r))
 
     def e_publish_ended(self, r: int) -> None:
         self._pull(r).apply(Publish())
