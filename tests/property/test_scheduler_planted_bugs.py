@@ -16,6 +16,7 @@ from workers.engine.block_pool import BlockPool, BlockState
 from workers.engine.block_table import TableRules
 from workers.engine.holdings import Holdings
 from workers.engine.prefix_cache import PrefixCache, PrefixScope
+from workers.engine.prefix_sharing import PrefixSharing
 from workers.engine.sequence import SequenceMode
 
 FINDING = settings(
@@ -82,20 +83,20 @@ def store_before_valid(patch: pytest.MonkeyPatch) -> None:
 
 
 def find_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
-    def hit_end(holdings, sequence, start):
+    def hit_end(sharing, sequence, start):
         if not sequence.spec.takes_hits:
             return start
-        return start + len(holdings.pool.cache.match(sequence.chain.keys[start:]))
+        return start + len(sharing._pool.cache.match(sequence.chain.keys[start:]))
 
-    patch.setattr(Holdings, "_hit_end", hit_end)
+    patch.setattr(PrefixSharing, "hit_end", hit_end)
 
 
 def find_for_those_who_must_not(patch: pytest.MonkeyPatch) -> None:
-    def hit_end(holdings, sequence, start):
-        end = (sequence.num_prompt_tokens - 1) // holdings.pool.block_size
-        return start + len(holdings.pool.cache.match(sequence.chain.keys[start:end]))
+    def hit_end(sharing, sequence, start):
+        end = (sequence.num_prompt_tokens - 1) // sharing._pool.block_size
+        return start + len(sharing._pool.cache.match(sequence.chain.keys[start:end]))
 
-    patch.setattr(Holdings, "_hit_end", hit_end)
+    patch.setattr(PrefixSharing, "hit_end", hit_end)
 
 
 def quarantine_the_hit_too(patch: pytest.MonkeyPatch) -> None:
@@ -115,20 +116,20 @@ def store_behind_somebody_elses_block(patch: pytest.MonkeyPatch) -> None:
         return store(pool, block_id, key, parent, group=group)
 
     patch.setattr(BlockPool, "store", keep_ones_own)
-    patch.setattr(Holdings, "_follows", lambda *_: True)
+    patch.setattr(PrefixSharing, "_follows", lambda *_: True)
 
 
 def store_before_it_is_full(patch: pytest.MonkeyPatch) -> None:
-    store = Holdings._store
+    store = PrefixSharing.store
 
-    def store_early(holdings, sequence, chain):
+    def store_early(sharing, sequence):
         num_computed = sequence.num_computed
         if num_computed < len(sequence.token_ids) - 4:
             sequence.num_computed += 4
-        store(holdings, sequence, chain)
+        store(sharing, sequence)
         sequence.num_computed = num_computed
 
-    patch.setattr(Holdings, "_store", store_early)
+    patch.setattr(PrefixSharing, "store", store_early)
 
 
 def give_up_one_token_too_early(patch: pytest.MonkeyPatch) -> None:

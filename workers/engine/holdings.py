@@ -1,17 +1,14 @@
 """Which blocks each sequence holds, from its admission until nobody can write to them any more.
 
-The holdings turn what happens to a sequence into what happens to its blocks; the roster alone
-calls them. A block of an ended sequence stays taken while the step in flight, or a transfer, may
-still write to it (INV-FENCE).
+The holdings turn what happens to a sequence into what happens to its blocks; roster and scheduler
+alone call them. A block of an ended sequence stays taken while the step in flight, or a transfer,
+may still write to it (INV-FENCE).
 
 A sequence has a block table for each group of layers. In a group with a sliding window it holds
 only as many blocks as can be needed at once: when its next step is planned, it gives up what no
 token to come can see, and takes as many blocks for the tokens ahead.
 
-Here alone a sequence meets the prefix cache: what is found at admission is held in place of own
-blocks, what fills up is stored in every group, and what is given up behind a window stays to be
-found. A block that is found is full, so that nobody writes to it: steps write behind the computed
-tokens, transfers behind the prefix hit.
+What is found of a sequence in the prefix cache (`PrefixSharing`) is held in place of own blocks.
 
 A sequence that awaits KV may need two things of a hit: what its output will see, beside what
 arrives, and, should nothing arrive, what its prompt sees from the hit's end on. It holds both
@@ -29,8 +26,8 @@ from kv_transfer.geometry import BlockId, KVGroup
 from workers.engine.block_pool import BlockPool
 from workers.engine.block_table import BlockTable, Claim, TableRules
 from workers.engine.holdings_check import WITH_TRANSFER, check_blocks, check_fenced, check_owners
-from workers.engine.prefix_cache import KeyChain, PrefixScope
-from workers.engine.prefix_hit import hit_blocks, hit_end
+from workers.engine.prefix_cache import PrefixScope
+from workers.engine.prefix_sharing import PrefixSharing
 from workers.engine.sequence import Sequence, SequenceMode, SequenceStatus
 from workers.engine.step import SequenceId
 
@@ -61,11 +58,8 @@ class Holdings:
             groups=groups, block_size=pool.block_size, chunk_tokens=chunk_tokens
         )
         self._has_sliding_window = self._rules.has_sliding_window
-        self.num_queried_tokens = 0
-        """Prompt tokens of the sequences that were admitted with a look at the cache."""
-        self.num_hit_tokens = 0
-        """Those of them whose KV was there."""
-        self._scope = scope
+        self.sharing = PrefixSharing(pool, self._rules, scope)
+        """What is found of sequences in the prefix cache, and stored there."""
         self._in_step: frozenset[SequenceId] = frozenset()
         # Blocks of ended sequences that the step in flight, or a transfer, may still write to.
         self._until_commit: dict[SequenceId, tuple[BlockId, ...]] = {}
@@ -76,13 +70,6 @@ class Holdings:
         return sequence_id in self._until_fence or sequence_id in self._in_step
 
     # -- in -------------------------------------------------------------------------------------
-
-    def open_chain(self, sequence: Sequence) -> None:
-        """Name the full blocks of a new sequence's prompt."""
-        if self._scope is not None:
-            sequence.chain = self._scope.chain(sequence.spec.cache_salt)
-            num_full = sequence.num_prompt_tokens // self.pool.block_size
-            sequence.chain.extend(sequence.token_ids, num_full)
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether `take` would succeed."""
@@ -111,9 +98,7 @@ class Holdings:
             tables.append(BlockTable(start=claim.start, block_ids=taken))
         sequence.block_tables = tuple(tables)
         sequence.hits_aside = tuple(aside) if _is_awaited(sequence) else ()
-        if _looks_up(sequence):
-            self.num_queried_tokens += sequence.num_prompt_tokens
-        self._add_hit(sequence, wish.hit_end)
+        self.sharing.looked_up(sequence, wish.hit_end)
         return True
 
     # -- what is computed -----------------------------------------------------------------------
@@ -124,13 +109,10 @@ class Holdings:
         To be called before a chunk of it is planned. Requests that come together and begin alike
         compute their beginning once.
         """
-        index, rest = divmod(sequence.num_computed, self.pool.block_size)
-        if rest or not self._follows(sequence, index):
-            return
-        end = self._hit_end(sequence, index)
-        if end > index:
-            self._take_over(sequence, index, end)
-            self._add_hit(sequence, end - index)
+        found = self.sharing.more_hits(sequence)
+        if found is not None:
+            self._take_over(sequence, found)
+            self.sharing.add_hit(sequence, len(found))
 
     def move_on(self, sequence: Sequence) -> None:
         """Behind a sliding window, give up what no step to come sees; take blocks for the next.
@@ -162,20 +144,7 @@ class Holdings:
         if num_used > sequence.num_used_blocks:
             self.pool.mark_used(sequence.cut(sequence.num_used_blocks, num_used))
             sequence.num_used_blocks = num_used
-        if sequence.chain is not None:
-            self._store(sequence, sequence.chain)
-
-    def distrust(self, sequence: Sequence, live: Iterable[Sequence]) -> None:
-        """The model gave nonsense after the sequence's KV: nobody else may find it.
-
-        Nor what `live` sequences compute from it. Where all layers forget, nobody knows who has
-        seen it: those that have computed anything then store nothing more.
-        """
-        self.pool.forget(sequence.cut(0, sequence.num_used_blocks))
-        if not self.pool.cache.has_full_group:
-            for other in live:
-                if other.num_computed > 0:
-                    other.chain = None
+        self.sharing.store(sequence)
 
     # -- transfers ------------------------------------------------------------------------------
 
@@ -286,11 +255,11 @@ class Holdings:
             for table, num_missing in zip(kept, missing, strict=True)
         )
 
-    # -- the prefix cache -----------------------------------------------------------------------
+    # -- hits -----------------------------------------------------------------------------------
 
     def _wish(self, sequence: Sequence) -> _Wish:
         """What to take for a sequence: with its hit, if the pool could ever hold all of that."""
-        wish = self._wish_with(sequence, self._hit_end(sequence, 0))
+        wish = self._wish_with(sequence, self.sharing.hit_end(sequence, 0))
         # A hit is held beside what a transfer brings, which may be more than was reserved for.
         if wish.num_own + len(wish.hit_ids) > self.pool.num_blocks:
             return self._wish_with(sequence, 0)
@@ -306,31 +275,14 @@ class Holdings:
         return _Wish(
             claims=claims,
             hit_end=hit_end,
-            hits=self._hit_blocks(sequence, first_blocks, hit_end),
+            hits=self.sharing.hit_blocks(sequence, first_blocks, hit_end),
         )
 
-    def _hit_end(self, sequence: Sequence, start: int) -> int:
-        """Up to which block the prompt's KV is found, as far as it is needed from there on.
-
-        Never the whole prompt: its last token is computed here, for what the model says after it.
-        """
-        if sequence.chain is None or not sequence.spec.takes_hits:
-            return start
-        end = (sequence.num_prompt_tokens - 1) // self.pool.block_size
-        return hit_end(self.pool.cache, self._rules, sequence.chain.keys, start=start, end=end)
-
-    def _hit_blocks(
-        self, sequence: Sequence, first_blocks: Ordered[int], end: int
-    ) -> tuple[tuple[BlockId, ...], ...]:
-        if sequence.chain is None or end == 0:
-            return ((),) * len(first_blocks)
-        keys = sequence.chain.keys
-        return hit_blocks(self.pool.cache, keys, first_blocks=first_blocks, end=end)
-
-    def _take_over(self, sequence: Sequence, index: int, end: int) -> None:
-        """Hold blocks `index` to `end` as they were found, in place of own ones without KV."""
+    def _take_over(self, sequence: Sequence, hit: range) -> None:
+        """Hold blocks as they were found, in place of own ones without KV."""
+        index, end = hit.start, hit.stop
         extents = self._needed(sequence, end * self.pool.block_size)
-        found = self._hit_blocks(sequence, [max(index, first) for first, _ in extents], end)
+        found = self.sharing.hit_blocks(sequence, [max(index, first) for first, _ in extents], end)
         self.pool.share([block_id for block_ids in found for block_id in block_ids])
         given_up: list[BlockId] = []
         kept = []
@@ -341,55 +293,6 @@ class Holdings:
             block_ids = (*table.cut(first, index), *hits, *spare[: table_end - end])
             kept.append(BlockTable(start=first, block_ids=block_ids))
         self._exchange(sequence, given_up, kept, extents)
-
-    def _follows(self, sequence: Sequence, index: int) -> bool:
-        """Whether the block before `index` is found as the one that the sequence holds.
-
-        Only then may its next block be: whoever holds a block must hold those before it. Where
-        all layers forget, nobody holds them: the next block may be found as long as the sequence
-        has keys.
-        """
-        if sequence.chain is None:
-            return False
-        parent = sequence.chain.parent(index)
-        if parent is None or not self.pool.cache.has_full_group:
-            return True
-        return self.pool.cache.block_of(parent) == sequence.block_tables[0].block(index - 1)
-
-    def _add_hit(self, sequence: Sequence, num_blocks: int) -> None:
-        """So many more of the sequence's leading blocks were found rather than computed."""
-        num_tokens = num_blocks * self.pool.block_size
-        sequence.num_used_blocks += num_blocks
-        sequence.num_stored_blocks += num_blocks
-        sequence.num_computed += num_tokens
-        sequence.num_hit_tokens += num_tokens
-        self.num_hit_tokens += num_tokens
-
-    def _store(self, sequence: Sequence, chain: KeyChain) -> None:
-        """Let the blocks that have become full be found; of two equal ones the first stays.
-
-        The tables change where there was one: before anybody is told what the new blocks hold.
-        """
-        num_full = sequence.num_computed // self.pool.block_size
-        chain.extend(sequence.token_ids, num_full)
-        for index in range(sequence.num_stored_blocks, num_full):
-            if not self._follows(sequence, index):
-                return
-            sequence.block_tables = tuple(
-                self._store_block(table, chain, index, group)
-                for group, table in enumerate(sequence.block_tables)
-            )
-            sequence.num_stored_blocks += 1
-
-    def _store_block(
-        self, table: BlockTable, chain: KeyChain, index: int, group: int
-    ) -> BlockTable:
-        """Let one block be found, if it is in the table: what arrives begins behind the window."""
-        if index < table.start:
-            return table
-        block_id = table.block(index)
-        stored = self.pool.store(block_id, chain.keys[index], chain.parent(index), group=group)
-        return table if stored == block_id else table.with_block(index, stored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,7 +319,3 @@ class _Wish:
 
 def _is_awaited(sequence: Sequence) -> bool:
     return sequence.spec.mode is SequenceMode.AWAIT_KV
-
-
-def _looks_up(sequence: Sequence) -> bool:
-    return sequence.chain is not None and sequence.spec.takes_hits

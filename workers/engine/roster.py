@@ -78,7 +78,7 @@ class Roster:
     def add(self, spec: SequenceSpec, now: float) -> None:
         """Admit a sequence or let it wait; raises `QueueFullError` and keeps nothing of it."""
         sequence = Sequence.from_spec(spec)
-        self.holdings.open_chain(sequence)
+        self.holdings.sharing.open_chain(sequence)
         if len(self.queue) > 0 or not self._try_admit(sequence):
             self.queue.push(
                 Ticket(

@@ -180,8 +180,8 @@ class Scheduler:
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
-            queried_tokens=self._holdings.num_queried_tokens,
-            hit_tokens=self._holdings.num_hit_tokens,
+            queried_tokens=self._holdings.sharing.num_queried_tokens,
+            hit_tokens=self._holdings.sharing.num_hit_tokens,
             evicted_blocks=self.pool.cache.num_evicted,
             finished=endings.finished,
             aborted=endings.aborted,
@@ -410,7 +410,7 @@ class Scheduler:
                 continue  # ended during the step: its token is nobody's
             reason = result.failed.get(entry.sequence_id)
             if reason is not None:
-                self._holdings.distrust(sequence, self._roster.live.values())
+                self._holdings.sharing.distrust(sequence, self._roster.live.values())
                 self._fail(sequence, StepFailedError(reason))
                 continue
             self._holdings.computed(sequence, entry.end)
