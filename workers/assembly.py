@@ -35,7 +35,8 @@ from workers.engine.build import build_runner
 from workers.engine.kv_cache import KVCache, torch_dtype
 from workers.engine.loop import Engine
 from workers.engine.prefix_cache import PrefixScope
-from workers.engine.scheduler import Scheduler, SchedulerConfig
+from workers.engine.scheduler import Scheduler
+from workers.engine.scheduler_config import SchedulerConfig
 from workers.errors import WorkerError
 from workers.handoff import PrefillService
 from workers.host import available_cores, has_bf16_cpu, rdma_outlook

@@ -23,7 +23,7 @@ from deployments.bench.traces import parse_trace
 from tests.bench.bench_reservation import BLOCK_SIZE, CPU, GPU, Source, at_rate, choose
 from tests.sim.one_worker import Request
 from tests.sim.split import HandoffCost, Split, SplitConfig
-from workers.engine.scheduler import SchedulerConfig
+from workers.engine.scheduler_config import SchedulerConfig
 from workers.placement import PlacementConfig
 
 RULES = ("remote", "cost", "colocated")

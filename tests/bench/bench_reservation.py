@@ -33,7 +33,8 @@ from tests.sim.one_worker import (
     simulate,
 )
 from workers.engine.block_pool import BlockPool
-from workers.engine.scheduler import Scheduler, SchedulerConfig
+from workers.engine.scheduler import Scheduler
+from workers.engine.scheduler_config import SchedulerConfig
 
 BLOCK_SIZE = 16
 LONGEST_OUTPUT = 1024

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from workers.engine.block_pool import BlockPool
 from workers.engine.sampling_params import SamplingParams
-from workers.engine.scheduler import Scheduler, SchedulerConfig
+from workers.engine.scheduler import Scheduler
+from workers.engine.scheduler_config import SchedulerConfig
 from workers.engine.sequence import SequenceMode, SequenceSpec
 from workers.engine.step import SequenceId, StepPlan, StepResult
 

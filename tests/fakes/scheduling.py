@@ -10,7 +10,8 @@ from workers.engine.block_pool import BlockPool
 from workers.engine.events import Event
 from workers.engine.prefix_cache import PrefixScope
 from workers.engine.sampling_params import SamplingParams
-from workers.engine.scheduler import Scheduler, SchedulerConfig
+from workers.engine.scheduler import Scheduler
+from workers.engine.scheduler_config import SchedulerConfig
 from workers.engine.sequence import SequenceMode, SequenceSpec
 from workers.engine.step import SequenceId, StepPlan, StepResult
 

@@ -31,7 +31,8 @@ from workers.decode_config import DecodeConfig
 from workers.engine.loop import Engine
 from workers.engine.prefix_cache import PrefixScope
 from workers.engine.sampling_params import SamplingParams
-from workers.engine.scheduler import Scheduler, SchedulerConfig
+from workers.engine.scheduler import Scheduler
+from workers.engine.scheduler_config import SchedulerConfig
 from workers.engine.step import SequenceId, StepPlan, StepResult
 from workers.engine.step_thread import ModelRunner
 from workers.handoff import PrefillService

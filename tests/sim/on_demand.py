@@ -17,7 +17,7 @@ from operator import attrgetter
 from kv_transfer.geometry import BlockId
 from workers.engine.block_pool import BlockPool
 from workers.engine.block_table import BlockTable
-from workers.engine.scheduler import SchedulerConfig
+from workers.engine.scheduler_config import SchedulerConfig
 from workers.engine.sequence import SequenceSpec
 from workers.engine.step import ScheduledSequence, SequenceId, StepPlan, StepResult
 

@@ -16,7 +16,8 @@ from tests.sim.one_worker import Request, StepCost, Track
 from workers.engine.block_pool import BlockPool
 from workers.engine.events import Admitted, PromptComputed
 from workers.engine.sampling_params import SamplingParams
-from workers.engine.scheduler import Scheduler, SchedulerConfig
+from workers.engine.scheduler import Scheduler
+from workers.engine.scheduler_config import SchedulerConfig
 from workers.engine.sequence import SequenceMode, SequenceSpec, SequenceStatus
 from workers.engine.step import SequenceId, StepPlan, StepResult
 from workers.messages import PrefillLoad

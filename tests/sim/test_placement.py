@@ -13,7 +13,7 @@ import pytest
 
 from tests.sim.one_worker import Request, StepCost
 from tests.sim.split import HandoffCost, Split, SplitConfig
-from workers.engine.scheduler import SchedulerConfig
+from workers.engine.scheduler_config import SchedulerConfig
 from workers.placement import PlacementConfig
 
 WINDOW = 512

@@ -9,7 +9,8 @@ import pytest
 from tests.sim.on_demand import OnDemandScheduler
 from tests.sim.one_worker import Outcome, Request, StepCost, simulate
 from workers.engine.block_pool import BlockPool
-from workers.engine.scheduler import Scheduler, SchedulerConfig
+from workers.engine.scheduler import Scheduler
+from workers.engine.scheduler_config import SchedulerConfig
 
 WINDOW = 256
 COST = StepCost(

@@ -28,7 +28,8 @@ from workers.engine.events import (
 )
 from workers.engine.prefix_cache import PrefixScope
 from workers.engine.sampling_params import SamplingParams
-from workers.engine.scheduler import Scheduler, SchedulerConfig
+from workers.engine.scheduler import Scheduler
+from workers.engine.scheduler_config import SchedulerConfig
 from workers.engine.sequence import SequenceMode, SequenceSpec, SequenceStatus
 from workers.engine.step import SequenceId, StepPlan, StepResult
 from workers.errors import (

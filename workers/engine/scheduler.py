@@ -1,4 +1,4 @@
-"""Decides what each step computes, and what its results mean for every sequence.
+"""Decides what each step computes, and when every sequence is admitted, moved on and ended.
 
 The scheduler never waits, never reads a clock and never touches a tensor: what happens is told
 to it by method calls, what follows from it is read with `take_events`. Calls come from one
@@ -23,82 +23,25 @@ from kv_transfer.geometry import KVGroup
 from kv_transfer.logprobs import TokenLogprobs
 from workers.engine.block_pool import BlockPool
 from workers.engine.block_table import ONE_FULL_GROUP
-from workers.engine.events import (
-    ChunkComputed,
-    Event,
-    FinishReason,
-    PromptComputed,
-    PromptScored,
-    SequenceAborted,
-    SequenceFailed,
-    SequenceFinished,
-    SequenceReleased,
-    TokensSampled,
-)
+from workers.engine.events import Event, SequenceAborted, SequenceReleased
 from workers.engine.holdings import Holdings
 from workers.engine.pace import Load, StepPace
 from workers.engine.prefix_cache import CacheEvents, PrefixScope
+from workers.engine.progress import Progress
 from workers.engine.roster import Roster
+from workers.engine.rows import decode_row, prompt_chunk
+from workers.engine.scheduler_config import SchedulerConfig
 from workers.engine.sequence import (
     IllegalTransitionError,
     Sequence,
-    SequenceMode,
     SequenceSpec,
     SequenceStatus,
 )
-from workers.engine.step import PromptScoring, ScheduledSequence, SequenceId, StepPlan, StepResult
+from workers.engine.step import ScheduledSequence, SequenceId, StepPlan, StepResult
 from workers.engine.ticket_queue import TicketQueue
-from workers.engine.token_counts import SeenTokens
-from workers.errors import (
-    ContextOverflowError,
-    DeadlineExceededError,
-    StepFailedError,
-    WorkerError,
-)
+from workers.errors import DeadlineExceededError, StepFailedError, WorkerError
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Limits of one engine."""
-
-    max_model_len: int
-    """The window: prompt and output tokens of one sequence."""
-    max_sequences: int
-    """Sequences that are admitted at a time, HELD ones aside."""
-    step_tokens: int
-    """Rows of one forward pass at most."""
-    prefill_chunk_tokens: int
-    """Prompt tokens of one sequence in one step at most."""
-    queue_limit: int
-    """Sequences that wait at most."""
-    scored_tokens: int = 128
-    """Prompt tokens in one step at most whose log-probabilities are asked for: each takes a row of
-    logits as long as the vocabulary, 80 MB for so many of a large one."""
-    aging_s: float = 10.0
-    """Seconds of waiting that are worth one level of priority."""
-    gap_target_s: float | None = None
-    """While sequences decode, a step takes no more prompt tokens than fit this time, as measured,
-    but a block of them at least. None: as many as the other limits allow."""
-
-    def __post_init__(self) -> None:
-        sizes = (
-            self.max_model_len,
-            self.max_sequences,
-            self.prefill_chunk_tokens,
-            self.scored_tokens,
-        )
-        if min(sizes) < 1:
-            raise ValueError(f"limits of a scheduler must be at least 1: {self}")
-        if self.step_tokens < self.max_sequences:
-            # Otherwise a decoding sequence, or the prefill behind it, could get no row in a step.
-            raise ValueError(
-                f"step_tokens {self.step_tokens} must be at least "
-                f"max_sequences {self.max_sequences}: each decodes one token a step"
-            )
-        if self.queue_limit < 0 or self.aging_s < 0:
-            raise ValueError(f"queue_limit and aging_s must not be negative: {self}")
-        if self.gap_target_s is not None and self.gap_target_s <= 0:
-            raise ValueError(f"gap_target_s must be positive: {self}")
+__all__ = ["Scheduler", "Totals"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,13 +85,12 @@ class Scheduler:
         )
         queue = TicketQueue(limit=config.queue_limit, aging_s=config.aging_s)
         self._roster = Roster(self._holdings, queue, max_sequences=config.max_sequences)
+        self._progress = Progress(self._roster)
         self._pace = StepPace()
         self._in_flight: StepPlan | None = None
         # Never later than the earliest deadline of a live sequence; may be earlier.
         self._deadline_bound = math.inf
         self._steps = 0
-        self._prompt_tokens = 0
-        self._output_tokens = 0
 
     # -- what can be seen -----------------------------------------------------------------------
 
@@ -178,8 +120,8 @@ class Scheduler:
         endings = self._roster.endings
         return Totals(
             steps=self._steps,
-            prompt_tokens=self._prompt_tokens,
-            output_tokens=self._output_tokens,
+            prompt_tokens=self._progress.num_prompt_tokens,
+            output_tokens=self._progress.num_output_tokens,
             queried_tokens=self._holdings.sharing.num_queried_tokens,
             hit_tokens=self._holdings.sharing.num_hit_tokens,
             evicted_blocks=self.pool.cache.num_evicted,
@@ -235,7 +177,9 @@ class Scheduler:
         Raises `ContextOverflowError` if it can never fit the window, `DeadlineExceededError` if
         it is too late already, `QueueFullError` if too many wait; nothing is kept of it then.
         """
-        self._refuse_impossible(spec, now)
+        if self._roster.knows(spec.sequence_id):
+            raise ValueError(f"sequence {spec.sequence_id} exists already")
+        self._config.refuse_impossible(spec, now)
         self._roster.add(spec, now)
         if spec.deadline is not None:
             self._deadline_bound = min(self._deadline_bound, spec.deadline)
@@ -263,7 +207,7 @@ class Scheduler:
     def fail_all(self, error: WorkerError) -> None:
         """End every sequence with an error, waiting and HELD ones included."""
         for sequence in list(self._roster.live.values()):
-            self._fail(sequence, error)
+            self._progress.fail(sequence, error)
 
     # -- KV that comes from another worker ------------------------------------------------------
 
@@ -279,7 +223,7 @@ class Scheduler:
             return False
         self._roster.start_decoding(sequence)
         self._holdings.landed(sequence)
-        self._accept(sequence, first_token, logprobs)
+        self._progress.token_sampled(sequence, first_token, logprobs)
         self._roster.admit()
         return True
 
@@ -337,7 +281,7 @@ class Scheduler:
             if deadline is None or sequence.status is SequenceStatus.HELD:
                 continue
             if deadline <= now:
-                self._fail(sequence, _too_late(sequence))
+                self._progress.fail(sequence, _too_late(sequence))
             else:
                 self._deadline_bound = min(self._deadline_bound, deadline)
         self._roster.admit()
@@ -356,7 +300,7 @@ class Scheduler:
         self.expire(now)
         for sequence in self._roster.decoding.values():
             self._holdings.move_on(sequence)
-        scheduled = [_decode_row(sequence) for sequence in self._roster.decoding.values()]
+        scheduled = [decode_row(sequence) for sequence in self._roster.decoding.values()]
         num_streams = len(scheduled)
         scheduled += self._prompt_chunks(self._prompt_budget(num_streams))
         self._roster.admit()  # into what was given up just now
@@ -391,7 +335,7 @@ class Scheduler:
                 continue
             self._holdings.catch_up(sequence)
             self._holdings.move_on(sequence)
-            chunk = _prompt_chunk(sequence, max_tokens)
+            chunk = prompt_chunk(sequence, max_tokens)
             budget -= len(chunk.token_ids)
             scored_budget -= len(chunk.token_ids) if is_scored else 0
             yield chunk
@@ -411,14 +355,16 @@ class Scheduler:
             reason = result.failed.get(entry.sequence_id)
             if reason is not None:
                 self._holdings.sharing.distrust(sequence, self._roster.live.values())
-                self._fail(sequence, StepFailedError(reason))
+                self._progress.fail(sequence, StepFailedError(reason))
                 continue
             self._holdings.computed(sequence, entry.end)
             if sequence.status is SequenceStatus.PREFILLING:
-                self._commit_chunk(sequence, entry, result)
+                self._progress.chunk_computed(sequence, entry, result)
             else:
                 number = entry.sequence_id
-                self._accept(sequence, result.token_ids[number], result.logprobs.get(number))
+                self._progress.token_sampled(
+                    sequence, result.token_ids[number], result.logprobs.get(number)
+                )
         self._roster.admit()
 
     def fail_step(self, error: WorkerError) -> None:
@@ -429,7 +375,7 @@ class Scheduler:
         for entry in plan.sequences:
             sequence = self._roster.live.get(entry.sequence_id)
             if sequence is not None:
-                self._fail(sequence, error)
+                self._progress.fail(sequence, error)
         self._roster.admit()
 
     # -- the parts ------------------------------------------------------------------------------
@@ -442,26 +388,6 @@ class Scheduler:
                 f"sequence {sequence_id} is {sequence.status.value}, needed {status.value}"
             )
         return sequence
-
-    def _refuse_impossible(self, spec: SequenceSpec, now: float) -> None:
-        prompt = len(spec.prompt_token_ids) - spec.num_resumed
-        max_tokens = spec.sampling.max_tokens
-        if self._roster.knows(spec.sequence_id):
-            raise ValueError(f"sequence {spec.sequence_id} exists already")
-        if prompt < 1 or max_tokens < 1:
-            raise ValueError(
-                f"a sequence needs a prompt and output: {prompt} prompt tokens, "
-                f"max tokens {max_tokens}"
-            )
-        if not 0 <= spec.num_resumed < max_tokens:
-            raise ValueError(f"{spec.num_resumed} output tokens of {max_tokens} to go on from")
-        if prompt + max_tokens > self._config.max_model_len:
-            raise ContextOverflowError(
-                f"the window is {self._config.max_model_len} tokens; the prompt has {prompt} "
-                f"and max tokens is {max_tokens}, together {prompt + max_tokens}"
-            )
-        if spec.deadline is not None and spec.deadline <= now:
-            raise DeadlineExceededError("the deadline had passed when the request arrived")
 
     def _checked_plan(self, result: StepResult) -> StepPlan:
         plan = self._in_flight
@@ -483,123 +409,9 @@ class Scheduler:
         self._in_flight = None
         self._holdings.land()
 
-    def _commit_chunk(
-        self, sequence: Sequence, entry: ScheduledSequence, result: StepResult
-    ) -> None:
-        """A prompt chunk is computed; after the last one the first token is there too."""
-        self._prompt_tokens += len(entry.token_ids)
-        number = entry.sequence_id
-        is_kept = sequence.spec.mode is SequenceMode.PREFILL_ONLY
-        prompt_logprobs = result.prompt_logprobs.get(number, ())
-        if is_kept:
-            computed = ChunkComputed(
-                sequence_id=number,
-                num_computed=entry.end,
-                block_tables=sequence.block_tables,
-                prompt_logprobs=prompt_logprobs,
-            )
-            self._roster.emit(computed)
-        elif prompt_logprobs:
-            self._roster.emit(PromptScored(sequence_id=number, logprobs=prompt_logprobs))
-        if entry.sampling is None:
-            return
-        token_id, logprobs = result.token_ids[number], result.logprobs.get(number)
-        if is_kept:
-            self._output_tokens += 1
-            self._roster.hold(sequence)
-            self._roster.emit(
-                PromptComputed(
-                    sequence_id=number,
-                    first_token=token_id,
-                    logprobs=logprobs,
-                    num_hit_tokens=sequence.num_hit_tokens,
-                )
-            )
-        else:
-            self._roster.start_decoding(sequence)
-            self._accept(sequence, token_id, logprobs)
-
-    def _accept(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """One more output token: pass it on, and see whether it was the last."""
-        sequence.append(token_id)
-        self._output_tokens += 1
-        spec = sequence.spec
-        if token_id in spec.sampling.stop_token_ids:
-            self._finish(sequence, FinishReason.STOP, stop_token_id=token_id)
-            return
-        sampled = TokensSampled(
-            sequence_id=spec.sequence_id,
-            token_ids=(token_id,),
-            num_hit_tokens=sequence.num_hit_tokens,
-            logprobs=() if logprobs is None else (logprobs,),
-        )
-        self._roster.emit(sampled)
-        if sequence.num_output_tokens >= spec.sampling.max_tokens:
-            self._finish(sequence, FinishReason.LENGTH)
-
-    def _finish(
-        self, sequence: Sequence, reason: FinishReason, *, stop_token_id: int | None = None
-    ) -> None:
-        finished = SequenceFinished(
-            sequence_id=sequence.sequence_id,
-            reason=reason,
-            prompt_tokens=sequence.num_prompt_tokens - sequence.spec.num_resumed,
-            completion_tokens=sequence.num_output_tokens,
-            num_hit_tokens=sequence.num_hit_tokens,
-            stop_token_id=stop_token_id,
-        )
-        self._roster.end(sequence, SequenceStatus.FINISHED, finished)
-
-    def _fail(self, sequence: Sequence, error: WorkerError) -> None:
-        failed = SequenceFailed(sequence_id=sequence.sequence_id, error=error)
-        self._roster.end(sequence, SequenceStatus.FAILED, failed)
-
 
 def _too_late(sequence: Sequence) -> DeadlineExceededError:
     return DeadlineExceededError(
         f"the deadline passed while the request was {sequence.status.value}, "
         f"after {sequence.num_output_tokens} output tokens"
     )
-
-
-def _decode_row(sequence: Sequence) -> ScheduledSequence:
-    """The last token goes in, the next one comes out."""
-    return ScheduledSequence(
-        sequence_id=sequence.spec.sequence_id,
-        token_ids=(sequence.token_ids[-1],),
-        start=sequence.num_computed,
-        block_tables=sequence.block_tables,
-        sampling=sequence.spec.sampling,
-        num_output_tokens=sequence.num_output_tokens,
-        seen=_seen(sequence),
-    )
-
-
-def _prompt_chunk(sequence: Sequence, max_tokens: int) -> ScheduledSequence:
-    """The next tokens of a prompt; the chunk that ends it samples."""
-    start = sequence.num_computed
-    end = min(start + max_tokens, sequence.num_prompt_tokens)
-    is_last = end == sequence.num_prompt_tokens
-    return ScheduledSequence(
-        sequence_id=sequence.spec.sequence_id,
-        token_ids=tuple(sequence.token_ids[start:end]),
-        start=start,
-        block_tables=sequence.block_tables,
-        sampling=sequence.spec.sampling if is_last else None,
-        seen=_seen(sequence) if is_last else None,
-        scoring=_scoring(sequence, start, end),
-        num_output_tokens=sequence.num_output_tokens,
-    )
-
-
-def _seen(sequence: Sequence) -> SeenTokens | None:
-    return None if sequence.token_counts is None else sequence.token_counts.seen()
-
-
-def _scoring(sequence: Sequence, start: int, end: int) -> PromptScoring | None:
-    """What the rows of prompt tokens start to end are compared with: each with the token after."""
-    num_top = sequence.spec.sampling.prompt_logprobs
-    if num_top is None:
-        return None
-    following = tuple(sequence.token_ids[start + 1 : end + 1])
-    return PromptScoring(token_ids=following, num_top=num_top)

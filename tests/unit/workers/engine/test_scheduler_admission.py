@@ -14,7 +14,7 @@ from workers.engine.block_table import BlockTable
 from workers.engine.events import (
     Admitted,
 )
-from workers.engine.scheduler import SchedulerConfig
+from workers.engine.scheduler_config import SchedulerConfig
 from workers.engine.sequence import SequenceMode, SequenceStatus
 from workers.engine.step import SequenceId
 from workers.errors import (

@@ -11,7 +11,8 @@ from tests.fakes.model_runner import FakeModelRunner, fake_logprobs, generate
 from tests.fakes.scheduling import BLOCK_SIZE, make_scheduler, must_plan, step
 from workers.engine.events import ChunkComputed, PromptComputed, PromptScored, TokensSampled
 from workers.engine.sampling_params import SamplingParams
-from workers.engine.scheduler import Scheduler, SchedulerConfig
+from workers.engine.scheduler import Scheduler
+from workers.engine.scheduler_config import SchedulerConfig
 from workers.engine.sequence import SequenceMode, SequenceSpec
 from workers.engine.step import ScheduledSequence, SequenceId
 
