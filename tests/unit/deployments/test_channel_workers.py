@@ -40,7 +40,7 @@ async def two_workers() -> AsyncIterator[tuple[Rig, channel.Rig, ResumingBackend
         )
         for number, end in enumerate(workers.decode_ends):
             await channels.add(f"replica-{number}", end.worker)
-        await until(lambda: len(channels.pool._channels) == 2)
+        await until(lambda: len(channels.pool._candidates()) == 2)
         yield workers, channels, backend, losses
 
 
@@ -65,22 +65,34 @@ def runner_of(workers: Rig, number: int) -> ByteModelRunner:
     return runner
 
 
+def is_known_to_leave(channels: channel.Rig, worker: str) -> bool:
+    """Whether the Front has heard that the worker leaves."""
+    candidate = channels.pool._channels[worker].candidate
+    return candidate is not None and candidate.load.is_leaving
+
+
 @pytest.mark.parametrize("drain_s", [0.0, PATIENCE_S], ids=["hands all back", "finishes all"])
 async def test_a_worker_that_is_taken_away_under_load_loses_no_request(drain_s: float) -> None:
     async with two_workers() as (workers, channels, backend, losses):
-        runner_of(workers, 0).hold()
+        # While both are held, every request gets to its worker, and none gets away.
+        for number in range(2):
+            runner_of(workers, number).hold()
         asking = [
             asyncio.create_task(answer(backend, request(number))) for number in range(NUM_REQUESTS)
         ]
-        leaving = workers.decode_ends[0].worker
-        await until(lambda: runner_of(workers, 0).begun.is_set() and leaving.load().requests > 0)
+        ends = workers.decode_ends
+        await until(lambda: sum(end.worker.load().requests for end in ends) == NUM_REQUESTS)
+        await until(runner_of(workers, 0).begun.is_set)
 
         server = channels.servers["replica-0"]
         server.leave()
         del channels.addresses["replica-0"]
-        draining = asyncio.create_task(leaving.drain(timeout_s=drain_s))
+        # What a Front sends before it has heard is handed back, however much time there is.
+        await until(lambda: is_known_to_leave(channels, "replica-0"))
+        draining = asyncio.create_task(ends[0].worker.drain(timeout_s=drain_s))
         later = [asyncio.create_task(answer(backend, request(99)))]
-        runner_of(workers, 0).let_go()
+        for number in range(2):
+            runner_of(workers, number).let_go()
         await draining
         await server.close()
 
