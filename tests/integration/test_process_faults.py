@@ -115,7 +115,7 @@ async def test_reader_outlives_an_owner(kind, in_state, number):
         await shuffled_handoff(other, decode, "warm", seed=1)
         await until(lambda: "warm" in other.ended)
         gc.collect()
-        before = process.num_fds(), threading.active_count()
+        num_fds, num_threads = process.num_fds(), threading.active_count()
         async with owner_process(kind, SIZE) as owner:
             reading = await in_state(kind, owner, decode, number)
             with pytest.raises(PeerLostError):
@@ -129,7 +129,10 @@ async def test_reader_outlives_an_owner(kind, in_state, number):
         assert decode.receiver.stats().by_outcome == {"landed": 1, "peer_lost": 1}
         if not (kind is SHM and in_state is before_the_verdict):
             # There the proxy, in this process, is whom the mapping is bound to.
-            await until(lambda: (process.num_fds(), threading.active_count()) == before)
+            # Not above, rather than equal: what the first hand-off used may be closing still.
+            await until(
+                lambda: process.num_fds() <= num_fds and threading.active_count() <= num_threads
+            )
         await shuffled_handoff(other, decode, "u", seed=2)
 
 
