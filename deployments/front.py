@@ -7,7 +7,6 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from fastapi import FastAPI
@@ -18,27 +17,19 @@ from configs.schema import Settings
 from deployments.channel.address import ChannelAddress
 from deployments.channel.pool import ChannelPool
 from deployments.channel.stream import ChannelTimings
-from deployments.front_service import FrontService, FrontSettings, ServedModel, Sources
+from deployments.front_service import FrontService, FrontSettings, Sources
 from deployments.handles import ask_all
 from deployments.http_app import build_app
 from deployments.metrics import FrontMetrics, WorkerSnapshot
-from deployments.openai.models import ModelCard, SamplingDefaults
 from deployments.process import deployment_secret, log_to_stderr
 from deployments.resume import ResumeConfig, ResumingBackend
-from deployments.text.chat import ChatEncoder
-from deployments.text.tokenizer import TextTokenizer
+from deployments.served_model import read_served_model
 from deployments.version import installed_version
 from router.agent_step import AgentStep
 from router.fixed import FixedPolicy
 from router.policy import Decision, Policy, drive
-from workers.host import has_bf16_cpu
-from workers.models.facts import read_facts
-from workers.models.generation_config import read_eos_token_ids, read_generation_defaults
-from workers.models.store import ModelStore, default_cache_dir
-from workers.runner_choice import choose_runner
 
 _ASK_TIMEOUT_S = 2.0
-_TOKENIZER_THREADS = 2
 _LOCAL_POOL = "local"
 
 
@@ -83,7 +74,7 @@ class Front:
             on_loss=lambda loss: metrics.attempt_lost(loss.value),
         )
         self._service = FrontService(
-            models=[_served_model(settings)],
+            models=[read_served_model(settings, os.environ)],
             backends={_LOCAL_POOL: backend},
             policy=Routing(FixedPolicy(_LOCAL_POOL)),
             settings=FrontSettings(
@@ -125,33 +116,3 @@ class Front:
 async def _decode_addresses(decode: DeploymentHandle) -> Sequence[ChannelAddress]:
     """Where the decode workers that Serve knows of take channels."""
     return await ask_all(decode, "channel_address", timeout_s=_ASK_TIMEOUT_S)
-
-
-def _served_model(settings: Settings) -> ServedModel:
-    """The model's tokenizer, chat template and facts; its weights are the workers' business."""
-    cache_dir = default_cache_dir(os.environ)
-    path = ModelStore(cache_dir).resolve(settings.model.source).path
-    facts = read_facts(path, settings.model, has_bf16_cpu=has_bf16_cpu())
-    defaults = read_generation_defaults(path)
-    executor = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-    window = settings.model.max_model_len or facts.context_length
-    return ServedModel(
-        card=ModelCard(
-            name=settings.model.served_name,
-            window=window,
-            vocab_size=facts.vocab_size,
-            eos_token_ids=frozenset(read_eos_token_ids(path)),
-            default_max_tokens=settings.limits.default_max_tokens,
-            defaults=SamplingDefaults(
-                temperature=defaults.temperature,
-                top_p=defaults.top_p,
-                top_k=defaults.top_k,
-                min_p=defaults.min_p,
-                repetition_penalty=defaults.repetition_penalty,
-            ),
-            created=int(time.time()),
-            runner=choose_runner(facts.architecture, window=window),
-        ),
-        codec=TextTokenizer.from_directory(path, executor),
-        chat=ChatEncoder.from_directory(path),
-    )
