@@ -19,7 +19,6 @@ import json
 import math
 import os
 import random
-import shutil
 import signal
 import socket
 import statistics
@@ -34,17 +33,16 @@ from typing import Self
 
 import httpx
 import psutil
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from configs.load import load
 from deployments.cluster.processes import members
 from deployments.process import prepare_engine_process
 from kv_transfer.authentication import Secret
+from tests.tools.tiny_model import make_tiny_model
 from workers.assembly import build_decode_worker
 from workers.decode import DecodeWorker
 from workers.engine.sampling_params import SamplingParams
 from workers.messages import GenerateRequest, TokenFrame
-from workers.models.store import ModelStore, default_cache_dir
 
 TURN = 8
 """Requests to one side before the other one's turn."""
@@ -215,29 +213,6 @@ def _post_request(body: bytes) -> bytes:
 def _timing(started: float, times: list[float], cpu_s: float) -> Timing:
     gaps = tuple(b - a for a, b in itertools.pairwise(times))
     return Timing(ttft_s=times[0] - started, gaps_s=gaps, cpu_s=cpu_s)
-
-
-def make_tiny_model(directory: Path) -> Path:
-    """A random model of two thin layers with the default model's tokenizer.
-
-    Its steps take about 2 ms, so that what Serve adds is not lost in the noise of the engine.
-    """
-    model = ModelStore(default_cache_dir(os.environ)).resolve("smollm2-135m").path
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(model / name, directory)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=2048,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 async def measure_added(model: str, rounds: int, prompt_tokens: int, output_tokens: int) -> None:
