@@ -72,6 +72,7 @@ class BatonServer:
         directory: Path,
         *,
         preset: str = "local",
+        settings: Sequence[str] = SETTINGS,
         more: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
     ) -> Iterator[BatonServer]:
@@ -80,7 +81,8 @@ class BatonServer:
         At the end of the block none of its processes is left.
         """
         port = free_port()
-        own = [name for name in SETTINGS if preset == "local" or not name.startswith("prefill.")]
+        is_split = preset != "colocated"
+        own = [name for name in settings if is_split or not name.startswith("prefill.")]
         overrides = [word for setting in (*own, *more) for word in ("--set", setting)]
         command = [baton_command(), "serve", preset, "--port", str(port), *overrides]
         log = directory / "serve.log"
@@ -162,11 +164,15 @@ class BatonServer:
 
     def replica_pid(self, role: Role) -> int:
         """The process of the one replica of a deployment; LookupError while there is none."""
-        title = f"ServeReplica:baton:{role}"
-        found = [process.pid for process in self._descendants() if title in _title(process)]
+        found = self.replica_pids(role)
         if len(found) != 1:
             raise LookupError(f"{len(found)} processes are replicas of {role}")
         return found[0]
+
+    def replica_pids(self, role: Role) -> list[int]:
+        """The processes of all replicas of a deployment that are there now, in order."""
+        title = f"ServeReplica:baton:{role}"
+        return sorted(process.pid for process in self._descendants() if title in _title(process))
 
     def replicas(self) -> dict[Role, psutil.Process]:
         """The processes that serve requests."""

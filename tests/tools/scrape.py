@@ -34,6 +34,12 @@ class Scrape:
             value for (key, has), value in self.samples.items() if key == name and wanted <= has
         )
 
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """The sums of a metric's samples by the value of one label, zeros left out."""
+        values = {dict(labels)[label] for key, labels in self.samples if key == name}
+        sums = {value: self.value(name, **{label: value}) for value in sorted(values)}
+        return {value: total for value, total in sums.items() if total}
+
     def blocks(self, role: str, state: str) -> float:
         """Blocks of a role's pool in a state."""
         return self.value("baton_kv_blocks", role=role, state=state)
@@ -41,6 +47,14 @@ class Scrape:
     def available(self, role: str) -> float:
         """Blocks of a role's pool that nobody holds: free, or cached and evicted on demand."""
         return self.blocks(role, "free") + self.blocks(role, "cached")
+
+    def workers(self, role: str) -> set[str]:
+        """The workers of a role that answered the scrape."""
+        return {
+            dict(labels)["worker"]
+            for name, labels in self.samples
+            if name == "baton_kv_blocks" and ("role", role) in labels
+        }
 
     def has_role(self, role: str) -> bool:
         """Whether a worker of the role answered the scrape."""

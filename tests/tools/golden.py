@@ -1,0 +1,99 @@
+"""Right answers: what one colocated worker says, alone in this process and asked one at a time.
+
+All of it is real but Ray and sockets: the engine, Front and its HTTP application.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from configs.load import load
+from deployments.front import Routing
+from deployments.front_service import FrontService, FrontSettings, Sources
+from deployments.http_app import build_app
+from deployments.metrics import FrontMetrics, WorkerSnapshot
+from deployments.resume import ResumeConfig, ResumingBackend
+from deployments.served_model import read_served_model
+from kv_transfer.authentication import Secret
+from router.fixed import FixedPolicy
+from tests.tools.hearing import Heard, hear
+from workers.assembly import build_decode_worker
+from workers.decode import DecodeWorker
+from workers.messages import GenerateRequest, WorkerEvent
+
+__all__ = ["colocated_client", "golden_texts"]
+
+_POOL = "local"
+_HANG_S = 120.0
+
+
+class _OneWorker:
+    """A `WorkerPool` of one worker in this process."""
+
+    def __init__(self, worker: DecodeWorker) -> None:
+        self._worker = worker
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[WorkerEvent, None]:
+        return self._worker.generate(request)
+
+    async def is_ready(self) -> bool:
+        return self._worker.healthy
+
+
+@asynccontextmanager
+async def colocated_client(overrides: Sequence[str]) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a worker and a Front in this process; streams come in one piece."""
+    settings = load("colocated", environ=os.environ, overrides=overrides)
+    worker = build_decode_worker(
+        settings, worker_id="golden", environ=os.environ, prefill=None, secret=Secret.fresh()
+    )
+    await worker.start()
+    backend = ResumingBackend(
+        _OneWorker(worker),
+        ResumeConfig(silence_s=_HANG_S),
+        clock=time.monotonic,
+        on_loss=lambda _: None,
+    )
+    front = FrontService(
+        models=[read_served_model(settings, os.environ)],
+        backends={_POOL: backend},
+        policy=Routing(FixedPolicy(_POOL)),
+        settings=FrontSettings(version="golden"),
+        metrics=FrontMetrics("golden"),
+        sources=Sources(clock=time.monotonic, wall_clock=time.time, rng=random.Random(0)),
+        peer_snapshots=_no_peers,
+    )
+    transport = httpx.ASGITransport(build_app(front))
+    try:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://golden", timeout=_HANG_S
+        ) as client:
+            yield client
+    finally:
+        await worker.stop()
+
+
+async def _no_peers() -> Sequence[WorkerSnapshot]:
+    return ()
+
+
+async def golden_texts(overrides: Sequence[str], bodies: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The text of each request's one choice, in order; AssertionError if one has none.
+
+    Each is asked under a salt of its own, so that none is made of another one's KV.
+    """
+    texts = []
+    async with colocated_client(overrides) as client:
+        for number, body in enumerate(bodies):
+            heard = Heard()
+            await hear(client, {**body, "cache_salt": f"golden-{number}"}, heard, time.monotonic)
+            assert heard.ending == "finished", heard
+            texts.append(heard.text)
+    return texts
