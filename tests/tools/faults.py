@@ -26,8 +26,9 @@ from tests.tools.baton_server import BatonServer, Role
 
 __all__ = ["FAULTY_SETTINGS", "Faults", "Link", "can_cut", "cut_one", "stopped"]
 
-Kind = Literal["kill", "pause", "cut"]
+Hit = Literal["kill", "pause"]
 Link = Literal["channel", "kv"]
+Card = tuple[Hit, Role] | tuple[Literal["cut"], Link]
 
 CHANNEL_HOST, KV_HOST = "127.0.0.2", "127.0.0.3"
 FAULTY_SETTINGS = (f"channel.host={CHANNEL_HOST}", f"transfer.host={KV_HOST}")
@@ -39,7 +40,7 @@ _PAUSE_S = (0.5, 6.0)
 _LOOK_FOR_LINK_S = 2.0
 _LOOK_AGAIN_S = 0.005
 
-_DECK: tuple[tuple[Kind, Role | Link], ...] = (
+_DECK: tuple[Card, ...] = (
     ("kill", "Decode"),
     ("kill", "Prefill"),
     *(("pause", "Decode"), ("pause", "Prefill")) * 2,
@@ -63,19 +64,19 @@ class Faults:
         async with asyncio.TaskGroup() as pauses:
             while True:
                 deck = [card for card in _DECK if card[0] != "cut" or can_cut()]
-                for kind, target in self._rng.sample(deck, len(deck)):
+                for card in self._rng.sample(deck, len(deck)):
                     # The load has a pace; nothing is waited for.
                     await asyncio.sleep(self._rng.uniform(0.5, 1.5) * self._every_s)
-                    if target in ("channel", "kv"):
-                        await self._cut(target)
+                    if card[0] == "cut":
+                        await self._cut(card[1])
                     else:
-                        self._hit(kind, target, pauses)
+                        self._hit(card[0], card[1], pauses)
 
     async def _cut(self, link: Link) -> None:
         done = await cut_one(self._server, link, self._rng)
         self.done[f"cut {link}" if done else f"no {link} to cut"] += 1
 
-    def _hit(self, kind: Kind, role: Role, pauses: asyncio.TaskGroup) -> None:
+    def _hit(self, kind: Hit, role: Role, pauses: asyncio.TaskGroup) -> None:
         pids = self._server.replica_pids(role)
         if not pids:
             self.done[f"no {role} to {kind}"] += 1
