@@ -1,14 +1,20 @@
-"""Workers that are killed, paused and cut off under load, on a server of its own."""
+"""Workers that are killed, paused and cut off under load, on a server of its own.
+
+`python -m tests.bench.bench_chaos` is the same for as long as it is told.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.tools.baton_server import BatonServer
-from tests.tools.chaos import ChaosConfig, chaos_settings, make_asks, run_chaos
+from tests.tools.chaos import ChaosConfig, Crowd, chaos_settings, make_asks, run_chaos
 from tests.tools.faults import can_cut
+from tests.tools.golden import colocated_client
+from tests.tools.hearing import Heard
 from tests.tools.tiny_model import make_tiny_model
 from workers.models.errors import ModelNotFoundError
 
@@ -18,13 +24,19 @@ CONFIG = ChaosConfig(seed=4, seconds=15.0, window=512, num_asks=24, fault_every_
 """A whole deck of faults."""
 
 
-async def test_no_token_is_wrong_and_nothing_is_left_after_chaos(tmp_path: Path) -> None:
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> str:
     try:
-        model = str(make_tiny_model(tmp_path))
+        return str(make_tiny_model(tmp_path))
     except ModelNotFoundError as error:
         pytest.skip(str(error))
-    asks = await make_asks(model, CONFIG)
-    settings = chaos_settings(model, window=CONFIG.window, transport="auto")
+
+
+async def test_no_token_is_wrong_and_nothing_is_left_after_chaos(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    asks = await make_asks(tiny_model, CONFIG)
+    settings = chaos_settings(tiny_model, window=CONFIG.window, transport="auto")
     with BatonServer.started(tmp_path, preset="split-2p2d", settings=settings) as server:
         report = await run_chaos(server, asks, CONFIG)
 
@@ -36,3 +48,42 @@ async def test_no_token_is_wrong_and_nothing_is_left_after_chaos(tmp_path: Path)
     assert all(report.faults[fault] > 0 for fault in expected)
     assert report.faults["cut channel"] > 0 or not can_cut()
     assert report.lost_attempts > 0
+
+
+async def test_a_wrong_token_would_be_seen(tiny_model: str) -> None:
+    config = replace(CONFIG, num_asks=2, num_clients=2, seconds=0.5, leaving=0.0)
+    right, other = await make_asks(tiny_model, config)
+    overrides = (f"model.source={tiny_model}", "model.name=served", "model.dtype=fp32")
+    async with colocated_client(overrides) as client:
+        crowds = [
+            Crowd(client, asks, config)
+            for asks in ([right], [replace(right, text=other.text)], [replace(right, text="")])
+        ]
+        for crowd in crowds:
+            await crowd.run()
+
+    assert all(crowd.endings["finished"] > 0 for crowd in crowds)
+    assert [len(crowd.wrong) for crowd in crowds] == [
+        0,
+        crowds[1].num_requests,
+        crowds[2].num_requests,
+    ]
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [],
+        [{"error": {"code": "a"}}, {"error": {"code": "a"}}],
+        [{"choices": [{"text": "", "finish_reason": "length"}]}] * 2,
+        [{"choices": [{"text": "", "finish_reason": "length"}]}, {"error": {"code": "a"}}],
+    ],
+    ids=["no end", "two errors", "two ends", "an end and an error"],
+)
+def test_a_request_that_does_not_end_once_is_broken(events: list[dict[str, object]]) -> None:
+    heard = Heard(status=200)
+    for event in events:
+        heard.take(event, 0.0)
+    heard.is_over = True
+
+    assert heard.ending == "broken"

@@ -22,7 +22,16 @@ from tests.tools.golden import golden_texts
 from tests.tools.hearing import Heard, hear
 from tests.tools.scrape import Scrape
 
-__all__ = ["Ask", "ChaosConfig", "ChaosReport", "chaos_settings", "make_asks", "run_chaos"]
+__all__ = [
+    "Ask",
+    "ChaosConfig",
+    "ChaosReport",
+    "Crowd",
+    "chaos_settings",
+    "is_quiet",
+    "make_asks",
+    "run_chaos",
+]
 
 REQUEST_TIMEOUT_S = 60.0
 HANG_S = REQUEST_TIMEOUT_S + 30.0
@@ -167,7 +176,7 @@ async def run_chaos(server: BatonServer, asks: Sequence[Ask], config: ChaosConfi
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         headers={"x-request-timeout-seconds": str(REQUEST_TIMEOUT_S)},
     ) as client:
-        crowd = _Crowd(client, asks, config)
+        crowd = Crowd(client, asks, config)
         failing = asyncio.create_task(faults.run())
         try:
             await crowd.run()
@@ -198,7 +207,7 @@ def _by_front(scrape: Scrape) -> float:
     return scrape.value("baton_requests_total", endpoint="completions")
 
 
-class _Crowd:
+class Crowd:
     """The clients, each of which asks one thing after the other."""
 
     def __init__(self, client: httpx.AsyncClient, asks: Sequence[Ask], config: ChaosConfig) -> None:
