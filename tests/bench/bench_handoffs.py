@@ -24,7 +24,7 @@ import httpx
 
 from configs.schema import TransferSettings
 from tests.tools.baton_server import BatonServer
-from tests.tools.bench_process import bench_directory, model_for, say
+from tests.tools.bench_process import bench_directory, model_for, runnable, say
 from tests.tools.chaos import is_quiet
 from tests.tools.golden import golden_texts
 from tests.tools.hearing import Heard, hear
@@ -144,7 +144,7 @@ def main() -> None:
         model = model_for(arguments.model, directory)
         overrides = (f"model.source={model}", *COMMON, "decode.engine.threads=1")
         texts = asyncio.run(golden_texts(overrides, bodies))
-        for transport in arguments.transport or ["shm", "tcp"]:
+        for transport in arguments.transport or runnable(TRANSPORTS):
             say(f"--- {transport}, {arguments.model} model, seed {arguments.seed}")
             settings = settings_for(model, transport)
             with BatonServer.started(directory, preset="split-2p2d", settings=settings) as server:

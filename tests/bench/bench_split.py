@@ -27,7 +27,7 @@ import httpx
 from configs.schema import TransferSettings
 from deployments.bench.versus import Side, turns
 from tests.tools.baton_server import MODEL, BatonServer
-from tests.tools.bench_process import bench_directory, say
+from tests.tools.bench_process import bench_directory, runnable, say
 from tests.tools.hearing import Heard, hear
 
 TRANSPORTS = get_args(TransferSettings.model_fields["transport"].annotation)
@@ -129,7 +129,7 @@ def main() -> None:
         say(f"seed {arguments.seed}; first token, medians in ms")
         names = f"{'transport':<10}{'prompt':>8}{'n':>5}{'colocated':>11}{'split':>9}{'added':>9}"
         say(f"{names}   quartiles")
-        for transport in arguments.transport or ["shm", "tcp"]:
+        for transport in arguments.transport or runnable(TRANSPORTS):
             with ExitStack() as one:
                 settings = (*SPLIT, f"transfer.transport={transport}")
                 split = _started(one, directory / transport, "local", settings)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 
+from kv_transfer.transports.nixl_agent import has_nixl
 from tests.tools.baton_server import MODEL
 from tests.tools.tiny_model import make_tiny_model
 
-__all__ = ["bench_directory", "model_for", "say"]
+__all__ = ["bench_directory", "model_for", "runnable", "say"]
 
 
 def say(line: str) -> None:
@@ -41,3 +42,9 @@ def bench_directory() -> Iterator[Path]:
 def model_for(kind: str, directory: Path) -> str:
     """`model.source` of the tiny model, which is written into the directory, or the default one."""
     return str(make_tiny_model(directory)) if kind == "tiny" else MODEL
+
+
+def runnable(transports: Sequence[str]) -> list[str]:
+    """Those that are one transport each, and are installed."""
+    left_out = {"auto"} if has_nixl() else {"auto", "nixl"}
+    return [transport for transport in transports if transport not in left_out]

@@ -7,6 +7,7 @@ with a seed, in fp32. A client that is answered anything else, part of an answer
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import Counter
@@ -48,12 +49,15 @@ class ChaosConfig:
 
     seed: int
     seconds: float
+    """Then nothing more goes wrong, and clients finish what they have begun."""
     window: int
     """Tokens; every pool holds two."""
     num_asks: int = 48
     num_clients: int = 12
     max_output_tokens: int = 48
     fault_every_s: float = 2.0
+    num_decks: int | None = None
+    """End after each fault has come up so often, if that is before the time is up."""
     leaving: float = 0.25
     """Part of the clients that leave within `stays_s`."""
     stays_s: float = 1.5
@@ -177,14 +181,12 @@ async def run_chaos(server: BatonServer, asks: Sequence[Ask], config: ChaosConfi
         headers={"x-request-timeout-seconds": str(REQUEST_TIMEOUT_S)},
     ) as client:
         crowd = Crowd(client, asks, config)
-        failing = asyncio.create_task(faults.run())
-        try:
-            await crowd.run()
-        finally:
-            failing.cancel()
-            await asyncio.wait({failing})
-        if not failing.cancelled():
-            failing.result()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(crowd.run())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(config.seconds):
+                    await faults.run(config.num_decks)
+            crowd.close()
     last = await asyncio.to_thread(server.wait_for, is_quiet, timeout_s=QUIET_S, what="quiet")
     return ChaosReport(
         seed=config.seed,
@@ -214,18 +216,22 @@ class Crowd:
         self._client = client
         self._asks = asks
         self._config = config
+        self._is_closing = False
         self.num_requests = 0
         self.endings: Counter[str] = Counter()
         self.wrong: list[str] = []
 
+    def close(self) -> None:
+        """Let each client finish what it has begun."""
+        self._is_closing = True
+
     async def run(self) -> None:
-        """Until the time is up and the last one is answered."""
-        until = time.monotonic() + self._config.seconds
+        """Until it is closed and the last one is answered."""
         async with asyncio.TaskGroup() as clients:
             telling = asyncio.create_task(self._tell())
             try:
                 tasks = [
-                    clients.create_task(self._one_client(number, until))
+                    clients.create_task(self._one_client(number))
                     for number in range(self._config.num_clients)
                 ]
                 await asyncio.gather(*tasks)
@@ -241,9 +247,9 @@ class Crowd:
                 f"{len(self.wrong)} wrong"
             )
 
-    async def _one_client(self, number: int, until: float) -> None:
+    async def _one_client(self, number: int) -> None:
         rng = random.Random(f"{self._config.seed} client {number}")
-        while time.monotonic() < until:
+        while not self._is_closing:
             ask = rng.choice(self._asks)
             body = {**ask.body, "stream": rng.random() < 0.6}
             leaves_after = None

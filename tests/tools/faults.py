@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import os
 import random
 import signal
@@ -59,10 +60,10 @@ class Faults:
         self._every_s = every_s
         self.done: Counter[str] = Counter()
 
-    async def run(self) -> None:
+    async def run(self, num_decks: int | None = None) -> None:
         """One fault after the other; pauses last while others go on."""
         async with asyncio.TaskGroup() as pauses:
-            while True:
+            for _ in itertools.count() if num_decks is None else range(num_decks):
                 deck = [card for card in _DECK if card[0] != "cut" or can_cut()]
                 for card in self._rng.sample(deck, len(deck)):
                     # The load has a pace; nothing is waited for.
