@@ -116,8 +116,8 @@ def report(result: Result) -> bool:
     """Print the figures; whether all is as it must be."""
     num_asked = result.endings.total()
     say(f"{num_asked} requests in {result.seconds:.0f} s: {dict(result.endings)}")
-    say(f"handed over: {result.remote:g}, of them landed at the first try or a later one")
     for name, label in (
+        ("baton_prompts_placed_total", "place"),
         ("baton_transfers_total", "outcome"),
         ("baton_transfer_bytes_total", "transport"),
         ("baton_handoff_failures_total", "error"),
