@@ -250,10 +250,14 @@ class _AgentSource(BlockSource):
         self._bytes_under_way += arrival.destination.nbytes
         if self._bytes_announced() >= _READ_BYTES:
             self._read_announced()
-        while self._bytes_under_way >= _WINDOW_BYTES:
+        while self.is_full():
             self._has_room.clear()
             await self._has_room.wait()
         await frames.pace(arrival.destination.nbytes)
+
+    def is_full(self) -> bool:
+        """READs that stall are the link's to notice; those that only take long are none of that."""
+        return self._bytes_under_way >= _WINDOW_BYTES
 
     async def close(self, failure: TransferError | None) -> None:
         self._is_closed = True

@@ -142,6 +142,13 @@ class BlockSource(Protocol):
         No frame is read meanwhile. What was begun tells `arrival` how it ended, once.
         """
 
+    def is_full(self) -> bool:
+        """Whether `fill` waits for what was begun, and not for the peer's frames.
+
+        That none comes then says nothing about the peer: what was begun has a deadline of its own.
+        """
+        return False
+
     async def close(self, failure: TransferError | None) -> None:
         """The session has ended, well or by `failure`, which may say that the peer is gone.
 

@@ -322,7 +322,7 @@ class StreamSession:
                 self._source.take(kind, payload)
 
     async def _watch(self) -> None:
-        """Fail the session when nothing has come for too long.
+        """Fail the session when nothing has come for too long that was listened for.
 
         Silence is counted in turns of this loop, not on the clock: if this process itself was
         stopped for a while, that says nothing about the peer.
@@ -330,7 +330,8 @@ class StreamSession:
         quiet, heard = 0, self._frames.bytes_received
         while quiet < _SILENCE_TICKS:
             await asyncio.sleep(self._timings.silence_s / _SILENCE_TICKS)
-            quiet = quiet + 1 if self._frames.bytes_received == heard else 0
+            is_heard = self._frames.bytes_received != heard
+            quiet = 0 if is_heard or self._source.is_full() else quiet + 1
             heard = self._frames.bytes_received
         self.fail(PeerLostError(f"nothing from the peer for {self._timings.silence_s} s"))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import mmap
+import time
 import weakref
 
 import pytest
@@ -20,8 +21,8 @@ from kv_transfer.transports.nixl_agent import (
 )
 from kv_transfer.transports.nixl_link import NixlLink, NixlLinks
 from tests.fakes.block_memory import ByteMemory, peer_info
-from tests.fakes.kv_link import kv_link
-from tests.fakes.stream_kinds import NIXL, needs_nixl, nixl_transport
+from tests.fakes.kv_link import FIRST, kv_link
+from tests.fakes.stream_kinds import NIXL, QUICK, needs_nixl, nixl_transport
 from tests.fakes.until import until
 
 LOOPBACK = {"NET_DEVICES": "lo"}
@@ -253,6 +254,35 @@ async def test_directions_that_are_too_short_are_corrupt(monkeypatch):
     async with kv_link(nixl_transport()) as link:
         with pytest.raises(CorruptTransferError, match="directions of 12 bytes"):
             await link.incoming(link.offer()).pull()
+
+
+@needs_nixl
+async def test_reads_that_take_longer_than_silence_may_are_waited_for_while_their_window_is_full(
+    monkeypatch,
+):
+    """No frame is read meanwhile, which says nothing about the peer: only READs that stall do."""
+    begun = {}
+    begin_read = NixlAgent.read
+
+    def read_slowly(agent, peer, remote, local):
+        read = begin_read(agent, peer, remote, local)
+        begun[read] = time.monotonic()
+        read.state = ReadState.RUNNING
+        return read
+
+    def progress(agent, read):
+        if time.monotonic() - begun[read] > 2 * QUICK.silence_s:
+            read.state = ReadState.DONE
+        return read.state
+
+    monkeypatch.setattr(NixlAgent, "read", read_slowly)
+    monkeypatch.setattr(NixlAgent, "progress", progress)
+    async with kv_link(nixl_transport(timings=QUICK), block_bytes=1 << 20) as link:
+        key = link.open()
+        assert link.sender.grant(key, link.blocks(), FIRST)
+        await link.incoming(key).pull()
+        assert link.has_arrived()
+        assert len(begun) > 4
 
 
 def test_its_fence_is_not_the_closed_connection():
