@@ -46,6 +46,7 @@ class LinkSecurity:
         try:
             return TlsFrameSocket.connected(connection, self.tls)
         except OSError as error:
+            connection.close()
             raise PeerLostError(f"connection lost: {error}") from error
 
     async def admit(self, frames: FrameSocket, me: PeerInfo) -> Admitted:

@@ -71,8 +71,7 @@ class TlsFrameSocket(FrameSocket):
     @staticmethod
     def accepted(connection: socket.socket, contexts: TlsContexts) -> TlsFrameSocket:
         """Over a connection from a peer; OSError if it has ended."""
-        # Python's wrapper would leave the socket of a connection that was reset open.
-        connection.getpeername()
+        _check_is_open(connection)
         wrapped = contexts.server.wrap_socket(
             connection, server_side=True, do_handshake_on_connect=False
         )
@@ -80,7 +79,8 @@ class TlsFrameSocket(FrameSocket):
 
     @staticmethod
     def connected(connection: socket.socket, contexts: TlsContexts) -> TlsFrameSocket:
-        """Over a connection to a peer."""
+        """Over a connection to a peer; OSError if it has ended."""
+        _check_is_open(connection)
         wrapped = contexts.client.wrap_socket(connection, do_handshake_on_connect=False)
         return TlsFrameSocket(wrapped, None)
 
@@ -128,6 +128,11 @@ class TlsFrameSocket(FrameSocket):
             return None
         except OSError as error:
             raise PeerLostError(f"connection lost: {error}") from error
+
+
+def _check_is_open(connection: socket.socket) -> None:
+    """OSError if the peer is gone: Python's wrapper would leave that connection's socket open."""
+    connection.getpeername()
 
 
 def _first_certificate(path: Path) -> str:

@@ -267,6 +267,28 @@ async def test_a_peer_that_is_gone_before_tls_begins_costs_nothing(prefill, deco
         await link.incoming(link.offer()).pull()
 
 
+def _has_ended(connection):
+    try:
+        connection.getpeername()
+    except OSError:
+        return True
+    return False
+
+
+async def test_a_peer_that_is_gone_before_our_tls_begins_is_lost_and_leaves_no_descriptor(decode):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    theirs.close()  # with a reset
+    await until(lambda: _has_ended(ours))
+    descriptor = ours.fileno()
+    with pytest.raises(PeerLostError, match="connection lost"):
+        LinkSecurity(secret=SECRET, tls=decode).connected(ours)
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(descriptor)
+
+
 def test_only_inside_tls_is_the_data_path_encrypted(prefill):
     paths = [t.capabilities.data_path for t in (tcp_transport(), tls_transport(prefill))]
     assert paths == ["authenticated", "encrypted"]
