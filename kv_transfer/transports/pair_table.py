@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
+
+logger = logging.getLogger(__name__)
 
 
 class Closable(Protocol):
@@ -122,7 +125,7 @@ class PairTable(Generic[Group]):
         """Close every idle group; no seat may be taken."""
         while (idle := self._least_recent_idle()) is not None:
             self._expire(idle)
-        await asyncio.gather(*self._closing)
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _taken(self, seat: Seat[Group]) -> Seat[Group]:
         seat.is_taken = True
@@ -144,7 +147,12 @@ class PairTable(Generic[Group]):
     def _start(self, closing: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(closing)
         self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        task.add_done_callback(self._evicted)
+
+    def _evicted(self, task: asyncio.Task[None]) -> None:
+        self._closing.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a group was not closed", exc_info=error)
 
     async def _change(self) -> None:
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()

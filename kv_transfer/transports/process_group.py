@@ -112,12 +112,16 @@ class PairGroup:
         await self._run(lambda: self._receive(blocks, tell))
 
     async def close(self) -> None:
-        """Abort, end the thread, let go of the group; safe to repeat, and the fence."""
+        """Abort, end the thread, let go of the group; safe to repeat, and the fence.
+
+        RuntimeError if the group was not aborted: then nothing may be reused.
+        """
         if not self._is_closing:
             self._is_closing = True
             loop = asyncio.get_running_loop()
             threading.Thread(target=self._close, args=(loop,), name="kv-pair-close").start()
-        await asyncio.shield(self._closed)
+        if (failure := await asyncio.shield(self._closed)) is not None:
+            raise RuntimeError(f"INV-FENCE: a process group was not aborted: {failure}")
 
     async def _run(self, call: Callable[[], None]) -> None:
         if self._is_closing:
@@ -209,12 +213,19 @@ class PairGroup:
         with self._lock:
             self._is_fenced = True
             group, self._group, self._staging = self._group, None, None
-        if group is not None:
-            self._backend.abort(group, self._peer)
-        # Not waited for: a backend may be waiting for the peer's connection, or for a message that
-        # was half way, and cannot be told to stop. Its own deadline ends it; it can write nothing.
-        self._executor.shutdown(wait=False)
-        loop.call_soon_threadsafe(self._closed.set_result, None)
+        failure: str | None = "not even its failure is known"
+        try:
+            failure = None if group is None else self._abort(group)
+        finally:
+            # Not waited for: a backend may be waiting for the peer's connection, or for a message
+            # that was half way, and cannot be told to stop. Its own deadline ends it; unless the
+            # abort failed it can write nothing.
+            self._executor.shutdown(wait=False)
+            loop.call_soon_threadsafe(self._closed.set_result, failure)
+
+    def _abort(self, group: PointToPoint) -> str | None:
+        """What that failed with, if it did."""
+        return _failure_of(lambda: self._backend.abort(group, self._peer))
 
 
 def _plan(blocks: Sequence[memoryview]) -> tuple[Message, ...]:

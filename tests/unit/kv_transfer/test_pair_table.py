@@ -128,6 +128,20 @@ async def test_closing_ends_all_groups_once_also_those_that_are_ending():
     assert len(table) == 0
 
 
+async def test_an_idle_group_that_cannot_be_closed_is_told_of_and_keeps_no_place(caplog):
+    class Stubborn(FakeGroup):
+        async def close(self):
+            raise RuntimeError("INV-FENCE: it cannot be aborted")
+
+    table = make_table(idle_s=0.0)
+    seat = await table.take("a")
+    seat.group = Stubborn()
+    table.leave(seat)
+    await until(lambda: "a group was not closed" in caplog.text)
+    assert len(table) == 0
+    await table.close()
+
+
 async def test_epochs_grow():
     table = make_table()
     epochs = [table.next_epoch() for _ in range(3)]

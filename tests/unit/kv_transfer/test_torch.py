@@ -130,6 +130,25 @@ async def test_nothing_lands_after_a_group_was_closed():
     assert not any(map(any, blocks_of(destination)))
 
 
+async def test_a_group_whose_abort_fails_says_that_it_is_no_fence():
+    """Whoever waits for the fence learns that there is none, rather than waiting for ever."""
+
+    class Stubborn(CountingBackend):
+        def make(self, store, rank):
+            return object()
+
+        def abort(self, group, peer):
+            raise RuntimeError("it cannot be aborted")
+
+    group = PairGroup(Stubborn(), OWNER_RANK)
+    await group.make(MirroredStore(lambda key, value: None, 60.0))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"INV-FENCE.*it cannot be aborted"):
+            await group.close()
+    with pytest.raises(PeerLostError, match="closed"):
+        await group.send([])
+
+
 async def test_a_group_that_the_peer_does_not_make_ends_with_its_store():
     backend = CountingBackend()
     group = PairGroup(backend, OWNER_RANK)
