@@ -18,6 +18,7 @@ the port of its device, and knows where the pool lies, can read it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import struct
 import time
@@ -33,6 +34,7 @@ from kv_transfer.transport import (
     CorruptTransferError,
     FetchSession,
     GrantAuthority,
+    PeerLostError,
     TransferError,
 )
 from kv_transfer.transports import wire
@@ -45,7 +47,6 @@ from kv_transfer.transports.stream_hooks import (
     BlockOutlet,
     BlockSource,
     Delivery,
-    PlainDelivery,
     Say,
 )
 from kv_transfer.transports.stream_server import StreamBlockServer, StreamTimings
@@ -54,6 +55,8 @@ from kv_transfer.transports.tcp_socket import dial, listen
 from kv_transfer.transports.wire import FrameType, Identity
 
 __all__ = ["NixlTransport"]
+
+logger = logging.getLogger(__name__)
 
 _DIRECTIONS = struct.Struct("!QI")
 _READ_BYTES = 1 << 20
@@ -156,6 +159,16 @@ class _TrialMemory:
         return self._bytes
 
 
+class _AgentDelivery(Delivery):
+    """Frames are all there is, as long as the agent does its part."""
+
+    def __init__(self, failure: asyncio.Future[None]) -> None:
+        self._failure = failure
+
+    async def run(self) -> None:
+        await asyncio.shield(self._failure)  # others wait for it too
+
+
 class _AgentOutlet(BlockOutlet):
     """Blocks that stay where they are; a frame says that one is there, and its digest."""
 
@@ -172,6 +185,8 @@ class _AgentOutlet(BlockOutlet):
         self._agent: NixlAgent | None = None
         self._directions = b""
         self._polling: asyncio.Task[None] | None = None
+        self._failure: asyncio.Future[None]  # from the start on: what those under way end by
+        self._is_failing = False
         self._pace = PollPace(idle_s=_IDLE_POLL_S, clock=time.monotonic)
         self._stirred = asyncio.Event()
 
@@ -182,7 +197,9 @@ class _AgentOutlet(BlockOutlet):
         )
         head = _DIRECTIONS.pack(agent.address, agent.num_blocks)
         self._directions = head + agent.metadata()
+        self._failure = asyncio.get_running_loop().create_future()
         self._polling = asyncio.create_task(self._poll(agent))
+        self._polling.add_done_callback(self._polling_ended)
 
     def listen(self) -> tuple[socket.socket, str]:
         return listen(self._host, 0)
@@ -197,9 +214,9 @@ class _AgentOutlet(BlockOutlet):
         return None
 
     def delivery(self, key: TransferKey, say: Say) -> Delivery:
-        """Says where the blocks are; no more is needed."""
+        """Says where the blocks are; ends by the agent's failure if there is one."""
         say(FrameType.DIRECTIONS, self._directions)
-        return PlainDelivery()
+        return _AgentDelivery(self._failure)
 
     async def close(self) -> None:
         """End the agent."""
@@ -212,9 +229,9 @@ class _AgentOutlet(BlockOutlet):
     async def _poll(self, agent: NixlAgent) -> None:
         """Without it no READ over TCP moves."""
         while True:
-            agent.poll()
+            is_polled = self._try_poll(agent)
             self._stirred.clear()
-            delay_s = self._pace.delay_s()
+            delay_s = self._pace.delay_s() if is_polled else _IDLE_POLL_S
             if not delay_s:
                 await asyncio.sleep(0)
                 continue
@@ -223,6 +240,31 @@ class _AgentOutlet(BlockOutlet):
                     await self._stirred.wait()
             except TimeoutError:
                 continue
+
+    def _try_poll(self, agent: NixlAgent) -> bool:
+        """Poll, or end what is under way; those to come are tried anew."""
+        try:
+            agent.poll()
+        except OSError as error:
+            if not self._is_failing:  # told once, not ten times a second
+                logger.warning("agent failed name=%s", self._agent_name, exc_info=error)
+            self._is_failing = True
+            self._end_transfers(f"the owner's agent: {error}")
+            self._failure = asyncio.get_running_loop().create_future()
+            return False
+        self._is_failing = False
+        return True
+
+    def _end_transfers(self, why: str) -> None:
+        """End all that are under way."""
+        self._failure.set_exception(PeerLostError(why))
+        self._failure.exception()  # seen, where there are none
+
+    def _polling_ended(self, polling: asyncio.Task[None]) -> None:
+        """By our own fault: transfers to come end by it too, rather than waiting for READs."""
+        if not polling.cancelled() and (error := polling.exception()) is not None:
+            logger.error("polling for readers failed", exc_info=error)
+            self._end_transfers(f"internal error of the owner: {error!r}")
 
 
 class _AgentSource(BlockSource):

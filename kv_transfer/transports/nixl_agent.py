@@ -216,8 +216,11 @@ class NixlAgent:
         return read.state
 
     def poll(self) -> None:
-        """Do what others' READs need of this process."""
-        self._live().get_new_notifs()
+        """Do what others' READs need of this process; OSError if UCX fails at it."""
+        try:
+            self._live().get_new_notifs()
+        except self._errors as error:
+            raise OSError(f"UCX has failed: {error}") from error
 
     def close(self) -> None:
         """End the agent: no READ writes, and none is served, once it has returned. The fence.

@@ -189,6 +189,7 @@ class NixlLinks:
             making = None
         if making is None:
             making = asyncio.create_task(self._make(me, peer, remote, memory))
+            making.add_done_callback(self._made)
             self._making[key] = making
         link = await asyncio.shield(making)  # others may wait for it too
         link.sessions += 1
@@ -204,8 +205,7 @@ class NixlLinks:
         if link.is_broken or link not in self._kept():
             self._end(link, "not to be used again")
             return
-        loop = asyncio.get_running_loop()
-        self._expiry[link] = loop.call_later(self._keep_s, self._end, link, "unused for long")
+        self._expire_later(link)
 
     async def close(self) -> None:
         """End all of them; no session may be open."""
@@ -229,6 +229,15 @@ class NixlLinks:
             refusal = str(error)
         agent.close()  # only now: the failure's traceback referred to it
         raise LinkRefusedError(refusal)
+
+    def _made(self, making: asyncio.Task[NixlLink]) -> None:
+        """Whoever waited may have been cancelled; who comes keeps the link from expiring."""
+        if _has_result(making) and making.result().sessions == 0:
+            self._expire_later(making.result())
+
+    def _expire_later(self, link: NixlLink) -> None:
+        loop = asyncio.get_running_loop()
+        self._expiry[link] = loop.call_later(self._keep_s, self._end, link, "unused for long")
 
     def _kept(self) -> list[NixlLink]:
         return [task.result() for task in self._making.values() if _has_result(task)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import mmap
+import threading
 import time
 import weakref
 
@@ -21,8 +22,8 @@ from kv_transfer.transports.nixl_agent import (
 )
 from kv_transfer.transports.nixl_link import NixlLink, NixlLinks
 from tests.fakes.block_memory import ByteMemory, peer_info
-from tests.fakes.kv_link import FIRST, kv_link
-from tests.fakes.stream_kinds import NIXL, QUICK, needs_nixl, nixl_transport
+from tests.fakes.kv_link import FIRST, PLACES, SOURCE, kv_link
+from tests.fakes.stream_kinds import NIXL, NIXL_TCP, QUICK, needs_nixl, nixl_transport
 from tests.fakes.until import until
 
 LOOPBACK = {"NET_DEVICES": "lo"}
@@ -245,6 +246,63 @@ async def test_a_worker_that_came_back_has_a_link_of_its_own():
     links.leave(link)
     await links.close()
     owner.close()
+
+
+@needs_nixl
+async def test_a_link_that_nobody_waited_for_in_the_end_is_ended_like_an_unused_one(monkeypatch):
+    ended = []
+    close = NixlLink.end
+    monkeypatch.setattr(NixlLink, "end", lambda link, why: (close(link, why), ended.append(why)))
+    owner, memory = NixlAgent("owner", ByteMemory(4, 512), LOOPBACK), ByteMemory(2, 512)
+    links = NixlLinks(LOOPBACK, stall_s=1.0, keep_s=0.0)
+    entering = asyncio.create_task(links.enter(ME, PEER, remote_pool(owner.metadata()), memory))
+    await asyncio.sleep(0)
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    await until(lambda: ended == ["unused for long"])
+    await links.close()
+    owner.close()
+
+
+@needs_nixl
+async def test_polling_that_ends_by_our_own_fault_lets_no_transfer_wait_for_its_reads(monkeypatch):
+    def fail(_):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(NixlAgent, "poll", fail)
+    async with kv_link(nixl_transport()) as link:
+        for name in ("first", "second"):
+            with pytest.raises(PeerLostError, match="a bug"):
+                await link.incoming(link.open(name)).pull()
+
+
+@needs_nixl
+async def test_an_agent_that_fails_to_do_its_work_ends_its_transfers_and_serves_the_next(
+    monkeypatch, caplog
+):
+    """Over TCP no READ moves without it, so that a silent end would stop all of them."""
+    poll, is_failing = NixlAgent.poll, threading.Event()
+
+    def poll_or_fail(agent):
+        if is_failing.is_set():
+            raise OSError("the agent failed")
+        poll(agent)
+
+    monkeypatch.setattr(NixlAgent, "poll", poll_or_fail)
+    async with kv_link(NIXL_TCP.transport()) as link:
+        key = link.open("under way")
+        assert link.sender.grant(key, link.blocks()[:1], None)
+        pulling = asyncio.create_task(link.incoming(key).pull())
+        source, place = link.source.block(SOURCE[0]), link.destination.block(PLACES[0])
+        await until(lambda: place == source)
+        is_failing.set()
+        with pytest.raises(PeerLostError, match="the agent failed"):
+            await pulling
+        is_failing.clear()
+        await link.incoming(link.offer("next")).pull()
+        assert link.has_arrived()
+    assert caplog.text.count("agent failed name=") == 1
 
 
 @needs_nixl
