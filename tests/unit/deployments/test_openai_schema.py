@@ -267,6 +267,13 @@ def test_an_echoed_prompt_is_scored_like_the_text_after_it(fields, number):
     assert parse_completion({**COMPLETION, **fields}).num_prompt_logprobs == number
 
 
+@pytest.mark.parametrize("number", [None, 0, 2])
+def test_a_chats_prompt_is_scored_only_where_that_is_asked_for(number):
+    body = parse_chat({**CHAT, "logprobs": True, "top_logprobs": 3, "prompt_logprobs": number})
+
+    assert body.num_prompt_logprobs == number
+
+
 def test_no_output_is_asked_for_only_with_an_echo():
     """Rows 16 and 43."""
     assert refusal(parse_completion, {**COMPLETION, "max_tokens": 0}).param == "max_tokens"

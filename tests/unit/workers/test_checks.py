@@ -18,10 +18,12 @@ from workers.checks import (
     check_data_path,
     check_link,
     check_pool_window,
+    check_runner,
     check_transport,
     check_window,
     format_bytes,
 )
+from workers.runner_choice import RunnerChoice
 
 NO_RDMA = RdmaOutlook(is_installed=False, device="lo", is_rdma=False)
 LOOPBACK = RdmaOutlook(is_installed=True, device="lo", is_rdma=False)
@@ -52,6 +54,31 @@ def peer(worker_id: str, **changes: object) -> PeerInfo:
         "pool_tokens": 8192,
     }
     return PeerInfo(**(values | changes))  # type: ignore[arg-type]  # fields by name
+
+
+@pytest.mark.parametrize(
+    ("choice", "outcome", "says"),
+    [
+        (
+            RunnerChoice(tier="T1", reason="it is known"),
+            Outcome.HOLDS,
+            "is run as T1: it is known.",
+        ),
+        (
+            RunnerChoice(tier="refused", reason="it keeps a state"),
+            Outcome.FAILS,
+            "A model of type odd cannot be served: it keeps a state.",
+        ),
+    ],
+    ids=["known", "refused"],
+)
+def test_the_kind_of_model_is_one_that_can_be_run(
+    choice: RunnerChoice, outcome: Outcome, says: str
+) -> None:
+    check = check_runner("odd", choice)
+
+    assert check.outcome is outcome
+    assert says in check.sentence
 
 
 def test_window_check_allows_equality() -> None:
