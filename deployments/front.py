@@ -67,7 +67,7 @@ class Front:
             rng=random.Random(),
             clock=time.monotonic,
         )
-        backend = ResumingBackend(
+        self._backend = ResumingBackend(
             self._pool,
             ResumeConfig(silence_s=settings.decode.silence_s),
             clock=time.monotonic,
@@ -75,7 +75,7 @@ class Front:
         )
         self._service = FrontService(
             models=[read_served_model(settings, os.environ)],
-            backends={_LOCAL_POOL: backend},
+            backends={_LOCAL_POOL: self._backend},
             policy=Routing(FixedPolicy(_LOCAL_POOL)),
             settings=FrontSettings(
                 version=installed_version(),
@@ -98,6 +98,14 @@ class Front:
     async def snapshot(self) -> WorkerSnapshot:
         """This Front's share of `/metrics`, for the other Fronts."""
         return self._service.snapshot()
+
+    async def stop_resuming(self) -> None:
+        """The service stops: see `ResumingBackend.stop_resuming`."""
+        self._backend.stop_resuming()
+
+    async def end_all(self) -> None:
+        """The service has stopped: see `ResumingBackend.end_all`."""
+        self._backend.end_all()
 
     async def __del__(self) -> None:
         """Called by Serve when the replica is told to go, after its last request."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
@@ -94,10 +94,26 @@ class ResumingBackend:
         self._config = config
         self._clock = clock
         self._on_loss = on_loss
+        self._is_stopping = False
+        self._has_ended = False
+        self._limits: set[asyncio.Timeout] = set()
+        """Of every wait for a worker's next word."""
+
+    def stop_resuming(self) -> None:
+        """The workers are about to go, and no others will come: who loses its worker ends."""
+        self._is_stopping = True
+
+    def end_all(self) -> None:
+        """End every request, whatever it waits for, with WORKER_STOPPING; new ones as well."""
+        self._is_stopping = self._has_ended = True
+        now = asyncio.get_running_loop().time()
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(now)
 
     async def is_ready(self) -> bool:
         """See `Backend.is_ready`."""
-        return await self._pool.is_ready()
+        return not self._is_stopping and await self._pool.is_ready()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
         """See `Backend.generate`; losing a worker shows as a pause."""
@@ -114,8 +130,8 @@ class ResumingBackend:
                 return
             self._on_loss(trail.loss)
             trail.log()
-            if trail.num_losses >= self._config.max_losses:
-                yield trail.failure
+            if self._is_stopping or trail.num_losses >= self._config.max_losses:
+                yield trail.last_word()
                 return
             await asyncio.sleep(self._config.pause_s * 2**trail.num_losses)
 
@@ -127,10 +143,13 @@ class ResumingBackend:
         async with aclosing(self._pool.generate(attempt)) as events:
             while True:
                 try:
-                    async with asyncio.timeout(patience_s):
+                    async with self._limit(patience_s):
                         event = await anext(events, None)
                 except TimeoutError:
-                    trail.lose(silence)
+                    if self._has_ended:
+                        trail.stop()
+                    else:
+                        trail.lose(silence)
                     return
                 patience_s, silence = self._config.silence_s, Loss.SILENT
                 if event is None:
@@ -146,6 +165,16 @@ class ResumingBackend:
                     yield trail.take(event)
                     continue
                 return
+
+    @asynccontextmanager
+    async def _limit(self, patience_s: float) -> AsyncIterator[None]:
+        """As `asyncio.timeout`, and over at once when everything is to end."""
+        async with asyncio.timeout(0.0 if self._has_ended else patience_s) as limit:
+            self._limits.add(limit)
+            try:
+                yield
+            finally:
+                self._limits.remove(limit)
 
 
 class _Trail:
@@ -173,8 +202,7 @@ class _Trail:
     def next_attempt(self, now: float) -> GenerateRequest | Finished | Failed:
         """The request for the next worker, or how the sequence ends without one."""
         self.loss, self.worker = None, None
-        if len(self._emitted) >= self._request.sampling.max_tokens:
-            # The worker was lost between its last token and its last word.
+        if self._is_whole:
             return self._finished()
         timeout_s = None if self._deadline is None else self._deadline - now
         if timeout_s is not None and timeout_s <= 0:
@@ -204,6 +232,15 @@ class _Trail:
         self._num_scored += len(logprobs)
         return replace(frame, logprobs=logprobs)
 
+    def last_word(self) -> Finished | Failed:
+        """How the sequence ends if no worker takes it any more."""
+        return self._finished() if self._is_whole else self.failure
+
+    def stop(self) -> None:
+        """The attempt that ran is given up since everything ends."""
+        message = "the service is stopping"
+        self.lose(Loss.STOPPING, self._failed(FailureCode.WORKER_STOPPING, message))
+
     def lose(self, loss: Loss, failure: Failed | None = None) -> None:
         """The attempt that ran is given up; `failure` is what its worker said."""
         self.loss = loss
@@ -223,6 +260,11 @@ class _Trail:
             self.worker,
             len(self._emitted),
         )
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the worker was lost between its last token and its last word."""
+        return len(self._emitted) >= self._request.sampling.max_tokens
 
     def _finished(self) -> Finished:
         return Finished(

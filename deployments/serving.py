@@ -33,8 +33,9 @@ _POLL_S = 0.1
 _DRAIN_S = 5.0
 """What is still running after it ends with an error that its client sees."""
 _DRAIN_MARGIN_S = 5.0
+_FRONT_TIMEOUT_S = 2.0
 _LAST_REPLIES_S = 0.3
-"""From the workers' last word to the clients: Front and HAProxy pass it on in milliseconds."""
+"""From Front's last word to the clients: HAProxy passes it on in milliseconds."""
 
 
 def serve(settings: Settings) -> None:
@@ -117,11 +118,26 @@ def _serves(cluster: LocalCluster) -> bool:
 
 
 def _drain(cluster: LocalCluster) -> None:
-    try:
-        cluster.ask_all(APP_NAME, "Decode", "drain", _DRAIN_S, timeout_s=_DRAIN_S + _DRAIN_MARGIN_S)
-    except Exception as error:  # noqa: BLE001  # no failure may keep the service from stopping
-        logger.warning("not drained error=%r", error)
+    """Fronts first: to one that knows nothing, a worker that stops is one to wait for again.
+
+    And Fronts last: what has no worker, or one that does not drain, hears of nobody else.
+    """
+    _ask_all(cluster, "Front", "stop_resuming", timeout_s=_FRONT_TIMEOUT_S)
+    _ask_all(cluster, "Decode", "drain", _DRAIN_S, timeout_s=_DRAIN_S + _DRAIN_MARGIN_S)
+    _ask_all(cluster, "Front", "end_all", timeout_s=_FRONT_TIMEOUT_S)
     time.sleep(_LAST_REPLIES_S)
+
+
+def _ask_all(
+    cluster: LocalCluster, deployment: str, method: str, *arguments: float, timeout_s: float
+) -> None:
+    try:
+        answers = cluster.ask_all(APP_NAME, deployment, method, *arguments, timeout_s=timeout_s)
+    except Exception as error:  # noqa: BLE001  # no failure may keep the service from stopping
+        answers = [error]
+    for answer in answers:
+        if isinstance(answer, Exception):
+            logger.warning("%s.%s failed error=%r", deployment, method, answer)
 
 
 def _welcome(url: str, model: str, seconds: float) -> str:

@@ -12,6 +12,7 @@ from deployments.resume import Loss, ResumeConfig, ResumingBackend
 from kv_transfer.logprobs import TokenLogprobs
 from tests.fakes.backend import Step
 from tests.fakes.clock import FakeClock
+from tests.fakes.until import until
 from workers.engine.sampling_params import SamplingParams
 from workers.messages import (
     Failed,
@@ -265,3 +266,68 @@ async def test_what_is_said_of_the_prompt_is_said_once():
     assert tokens_of(events) == [7, 8]
     asked = [attempt.sampling.prompt_logprobs for attempt in pool.attempts]
     assert asked == [0, 0, None]
+
+
+# The service stops -------------------------------------------------------------------------------
+
+
+async def started(backend: ResumingBackend, pool: FakePool) -> asyncio.Task[list[GenerateEvent]]:
+    """A request whose first attempt has begun."""
+
+    async def collect() -> list[GenerateEvent]:
+        return [event async for event in backend.generate(REQUEST)]
+
+    task = asyncio.create_task(collect())
+    await until(lambda: bool(pool.attempts))
+    return task
+
+
+@pytest.mark.parametrize("code", [FailureCode.WORKER_STOPPING, FailureCode.WORKER_LOST])
+async def test_who_loses_its_worker_while_the_service_stops_hears_so_at_once(code):
+    drained = asyncio.Event()
+    pool = FakePool(lambda r: [beat(r), frame(r, 7), drained, failed(r, code)])
+    backend = ResumingBackend(pool, PATIENT, clock=lambda: 0.0, on_loss=lambda _: None)
+    task = await started(backend, pool)
+    assert await backend.is_ready()
+    backend.stop_resuming()
+    assert not await backend.is_ready()
+    drained.set()
+    assert await task == [frame(REQUEST, 7), failed(REQUEST, code)]
+    assert len(pool.attempts) == 1
+
+
+async def test_what_its_worker_still_finishes_while_the_service_stops_is_finished():
+    drained = asyncio.Event()
+    pool = FakePool(
+        lambda r: [frame(r, 7), drained, frame(r, 8), finished(r, 2)],
+        lambda r: [frame(r, 1, 2, 3, 4, 5, 6), failed(r, FailureCode.WORKER_STOPPING)],
+    )
+    backend = ResumingBackend(pool, PATIENT, clock=lambda: 0.0, on_loss=lambda _: None)
+    task = await started(backend, pool)
+    backend.stop_resuming()
+    drained.set()
+    assert tokens_of(await task) == [7, 8]
+    *_, last = [event async for event in backend.generate(REQUEST)]
+    assert isinstance(last, Finished)  # all of its tokens have come
+
+
+async def test_nothing_that_a_request_waits_for_outlasts_the_end_of_the_service():
+    """A worker that does not drain, one that has not answered, and none at all."""
+    forever = asyncio.Event()
+    pool = FakePool(
+        lambda r: [beat(r), frame(r, 7), forever],
+        lambda _: [forever],
+        lambda _: [forever],
+    )
+    losses: list[Loss] = []
+    backend = ResumingBackend(pool, PATIENT, clock=lambda: 0.0, on_loss=losses.append)
+    silent = await started(backend, pool)
+    unanswered = asyncio.create_task(anext(backend.generate(REQUEST)))
+    await until(lambda: len(pool.attempts) == 2)
+    backend.end_all()
+    late = await anext(backend.generate(REQUEST))
+    for last in ((await silent)[-1], await unanswered, late):
+        assert isinstance(last, Failed)
+        assert last.code is FailureCode.WORKER_STOPPING
+    assert losses == [Loss.STOPPING] * 3
+    assert pool.num_open == 0
