@@ -18,11 +18,7 @@ from deployments.channel.server import ChannelServer
 from deployments.channel.stream import ChannelTimings
 from deployments.handles import PrefillPool
 from deployments.metrics import WorkerSnapshot, loop_sample
-from deployments.process import (
-    at_own_address,
-    deployment_secret,
-    prepare_engine_process,
-)
+from deployments.process import at_own_address, deployment_secret, prepare_engine_process
 from deployments.worker_metrics import decode_samples
 
 _LAST_WORDS_S = 1.0
@@ -39,6 +35,7 @@ class Decode:
         from workers.assembly import build_decode_worker
 
         prepare_engine_process()
+        settings = at_own_address(settings, os.environ)
         secret = deployment_secret(os.environ)
         context = serve.get_replica_context()
         grace_s = context._deployment_config.graceful_shutdown_timeout_s
@@ -58,8 +55,8 @@ class Decode:
             timings=ChannelTimings(),
         )
         await self._worker.start()
-        own = at_own_address(settings, os.environ).channel
-        self._address = await self._channel.start(own.host, own.port)
+        channel = settings.channel
+        self._address = await self._channel.start(channel.host, channel.port)
 
     async def channel_address(self) -> ChannelAddress:
         """Where Fronts find this worker."""

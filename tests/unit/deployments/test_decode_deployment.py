@@ -1,0 +1,66 @@
+"""The decode deployment: what a replica gives its worker, without Serve and without a model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import deployments.decode
+import workers.assembly
+from configs.schema import Settings
+from deployments.decode import Decode
+from tests.fakes.channel import FakeWorker
+
+
+class FakeDecodeWorker(FakeWorker):
+    """A `DecodeWorker`, as far as its deployment uses it at the start and at the end."""
+
+    healthy = True
+
+    async def start(self) -> None:
+        """See `DecodeWorker.start`."""
+
+    async def drain(self, *, timeout_s: float) -> None:
+        """See `DecodeWorker.drain`."""
+
+
+class Replica(Decode):
+    """Ended by the test, as by Serve, and not when Python collects it."""
+
+    def __del__(self) -> None:
+        """Nothing is left to do."""
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings that each worker was built with."""
+    settings_seen: list[Settings] = []
+
+    def build(settings: Settings, **_: Any) -> FakeDecodeWorker:
+        settings_seen.append(settings)
+        return FakeDecodeWorker()
+
+    context = SimpleNamespace(
+        rank=SimpleNamespace(rank=0),
+        replica_id=SimpleNamespace(unique_id="replica-a"),
+        _deployment_config=SimpleNamespace(graceful_shutdown_timeout_s=1.0),
+    )
+    monkeypatch.setattr(workers.assembly, "build_decode_worker", build)
+    monkeypatch.setattr(deployments.decode.serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(deployments.decode, "prepare_engine_process", lambda: None)
+    monkeypatch.setenv("BATON_SECRET", "0123456789abcdef" * 2)
+    return settings_seen
+
+
+async def test_a_pod_s_worker_is_at_its_own_address_for_peers_and_for_fronts(built, monkeypatch):
+    monkeypatch.setenv("BATON_TRANSFER__HOST", "127.0.0.2")
+    monkeypatch.setenv("BATON_CHANNEL__HOST", "127.0.0.3")
+    replica = Replica.__new__(Replica)  # as Serve makes it
+    await replica.__init__(Settings())
+    try:
+        assert [settings.transfer.host for settings in built] == ["127.0.0.2"]
+        assert (await replica.channel_address()).host == "127.0.0.3"
+    finally:
+        await Decode.__del__(replica)
