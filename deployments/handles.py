@@ -68,14 +68,16 @@ async def ask_all(handle: DeploymentHandle, method: str, *, timeout_s: float) ->
     except (TimeoutError, RayError, RayServeException):
         return []
     waiting = [asyncio.ensure_future(reply.get_async()) for reply in replies]
-    if waiting:
-        await asyncio.wait(waiting, timeout=timeout_s)
-    return [answer for asked in waiting if (answer := _answer_of(asked)) is not None]
+    try:
+        if waiting:
+            await asyncio.wait(waiting, timeout=timeout_s)
+        return [answer for asked in waiting if (answer := _answer_of(asked)) is not None]
+    finally:
+        for asked in waiting:
+            asked.cancel()  # without effect on those that are done
 
 
 def _answer_of(asked: asyncio.Future[Any]) -> Any:
     """What a replica has answered; None if it failed or has not."""
-    if not asked.done():
-        asked.cancel()
-        return None
-    return None if asked.cancelled() or asked.exception() is not None else asked.result()
+    is_answered = asked.done() and not asked.cancelled() and asked.exception() is None
+    return asked.result() if is_answered else None

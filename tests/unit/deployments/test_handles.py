@@ -73,3 +73,22 @@ async def test_a_replica_that_fails_or_hangs_hides_nobody_else():
 async def test_a_pool_without_replicas_answers_nothing():
     assert await ask_all(FakeHandle([]), "x", timeout_s=30) == []
     assert await ask_all(FakeHandle(RayError()), "x", timeout_s=30) == []
+
+
+async def test_who_stops_asking_leaves_nobody_asked():
+    """A scrape whose client has left must not keep a call to each replica that hangs."""
+    begun, cut = asyncio.Event(), asyncio.Event()
+
+    async def hang() -> int:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cut.set()
+        return 3
+
+    asking = asyncio.create_task(ask_all(FakeHandle([hang]), "x", timeout_s=30))
+    async with asyncio.timeout(10):
+        await begun.wait()
+        asking.cancel()
+        await cut.wait()
