@@ -7,10 +7,18 @@ window?) are in `workers.checks`. Values are frozen and never read from the envi
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 __all__ = [
     "ChannelSettings",
@@ -56,10 +64,27 @@ def _parse_bytes(value: object) -> object:
     return int(float(match[1]) * unit)
 
 
+def _check_can_be_dialled(host: str) -> str:
+    """Refuse what means every address: peers are told of the host, and would dial themselves."""
+    try:
+        is_unspecified = ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name
+        is_unspecified = False
+    if is_unspecified:
+        raise ValueError(
+            f"is {host}, every address of the host: a worker listens where its peers are told to "
+            "find it, so give the one address by which they reach this host (127.0.0.1 on one "
+            "host; a pod is given its own by its manifest)"
+        )
+    return host
+
+
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ByteCount = Annotated[int, Field(ge=1), BeforeValidator(_parse_bytes)]
 Name = Annotated[str, Field(min_length=1)]
+PeerHost = Annotated[Name, AfterValidator(_check_can_be_dialled)]
+"""Where workers listen, and where their peers look for them."""
 
 
 class _Group(BaseModel):
@@ -183,7 +208,7 @@ class TransferSettings(_Group):
 
     torch moves blocks over process groups of torch.distributed (Gloo).
     """
-    host: Name = "127.0.0.1"
+    host: PeerHost = "127.0.0.1"
     """Address that prefill workers listen on for decode workers; with torch both sides do."""
     ucx_device: Name | None = None
     """The device that nixl uses, as UCX calls it (mlx5_0:1, eth0); null is the one with host."""
@@ -216,7 +241,7 @@ class TransferSettings(_Group):
 class ChannelSettings(_Group):
     """The token channel, on which Front sends requests to decode workers and gets tokens."""
 
-    host: Name = "127.0.0.1"
+    host: PeerHost = "127.0.0.1"
     """Address that decode workers listen on for Fronts."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0 lets the system choose; another one is for a single decode worker on each address."""

@@ -44,13 +44,14 @@ def at_own_address(settings: Settings, environ: Mapping[str, str]) -> Settings:
     """The settings, with the addresses of this pod where its environment names them.
 
     In a cluster every pod listens for fetches and for Fronts on its own address, which no shared
-    settings can hold; the manifests pass it. On one host the settings say it.
+    settings can hold; the manifests pass it. On one host the settings say it. Raises pydantic's
+    ValidationError for an address that peers cannot dial.
     """
-    own = {
-        group: getattr(settings, group).model_copy(update={"host": host})
-        for group, name in _OWN_ADDRESSES.items()
-        if (host := environ.get(name))
-    }
+    own = {}
+    for name, variable in _OWN_ADDRESSES.items():
+        if host := environ.get(variable):
+            group = getattr(settings, name)
+            own[name] = type(group).model_validate(group.model_dump() | {"host": host})
     return settings.model_copy(update=own)
 
 

@@ -37,7 +37,7 @@ class RdmaOutlook:
     is_installed: bool
     """Whether the optional package loads."""
     device: str | None
-    """What UCX would use; None is every device."""
+    """What UCX would use; None where there is a problem."""
     is_rdma: bool
     """Whether that is RDMA hardware; elsewhere nixl works, and is slower than tcp."""
     problem: str = ""
@@ -84,15 +84,12 @@ def find_rdma_devices(root: Path = _INFINIBAND) -> RdmaDevices:
 
 def choose_device(
     host: str, addresses: Mapping[str, Sequence[str]], rdma_devices: RdmaDevices
-) -> str | None:
+) -> str:
     """UCX's name of the device that has `host`: the interface's RDMA device if any, or itself.
 
-    `addresses` are those of each interface. None, which is all devices, where `host` is every
-    address; ValueError where no interface has it.
+    `addresses` are those of each interface. ValueError where none of them has `host`.
     """
     wanted = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
-    if wanted.is_unspecified:
-        return None
     for interface, texts in addresses.items():
         if wanted in map(ipaddress.ip_address, texts):
             return rdma_devices.get(interface, interface)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from configs.schema import Settings
 from deployments.process import at_own_address, deployment_secret
@@ -13,6 +14,11 @@ def test_a_pod_listens_on_its_own_addresses():
     environ = {"BATON_TRANSFER__HOST": "10.0.0.7", "BATON_CHANNEL__HOST": "10.0.0.8"}
     own = at_own_address(Settings(), environ)
     assert (own.transfer.host, own.channel.host) == ("10.0.0.7", "10.0.0.8")
+
+
+def test_a_pod_s_own_address_is_one_that_peers_can_dial():
+    with pytest.raises(ValidationError, match="every address"):
+        at_own_address(Settings(), {"BATON_TRANSFER__HOST": "0.0.0.0"})
 
 
 def test_where_the_environment_names_none_the_settings_hold():
