@@ -193,10 +193,13 @@ class DecodeWorker:
                 self._all_served.set()
 
     async def _beat(self) -> None:
-        """Let the readers of quiet requests know that this process lives."""
+        """Let the readers of quiet requests know that they are worked on.
+
+        Not where a step hangs: this loop lives, and no request goes on.
+        """
         while True:
             await asyncio.sleep(self._config.heartbeat_s)
-            for call in self._calls:
+            for call in self._calls if self.healthy else ():
                 attempt = call.request.attempt
                 call.outbox.beat(Heartbeat(attempt=attempt, worker=self._me.worker_id))
 
@@ -238,7 +241,8 @@ class DecodeWorker:
 
     def _on_engine_event(self, call: Call, event: Event) -> None:
         if isinstance(event, TERMINAL_EVENTS) and call.driver is not None:
-            call.driver.cancel()  # without effect if it has brought the prompt home
+            # Where the prompt has been brought home, all that this cuts off is prefill's last word.
+            call.driver.cancel()
         if not isinstance(event, Admitted):
             call.relay(event)
         elif not call.admitted.done():

@@ -24,6 +24,11 @@ class Candidate:
     """Nothing came from it for longer than one that lives is quiet."""
 
     @property
+    def is_open(self) -> bool:
+        """Whether it would take a request."""
+        return self.load.takes_requests and not (self.load.is_leaving or self.is_silent)
+
+    @property
     def _rank(self) -> tuple[int, int, int]:
         """The lower, the better; workers report a moment late, what this Front sent it knows."""
         total = self.outstanding + self.load.requests
@@ -37,12 +42,11 @@ def choose(
 
     Two, since the best one by a report that all Fronts have gets all of their requests until the
     next report (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001).
-    A worker that is to be avoided, or whose engine does not run, is asked only where no other is
-    left; one that leaves or gives no sign of life, never.
+    A worker that is to be avoided is asked only where no other is left; one that leaves, gives no
+    sign of life, or whose engine does not run, never: it is about to be replaced.
     """
-    present = [each for each in candidates if not (each.is_silent or each.load.is_leaving)]
-    good = [each for each in present if each.load.takes_requests and each.worker not in avoid]
-    choice = good or present
+    present = [each for each in candidates if each.is_open]
+    choice = [each for each in present if each.worker not in avoid] or present
     if not choice:
         return None
     return min(rng.sample(choice, min(2, len(choice))), key=lambda each: each._rank).worker

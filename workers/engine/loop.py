@@ -36,6 +36,11 @@ _CHECK_INTERVAL_S = 1.0
 _MAX_CONSECUTIVE_FAILURES = 2
 """Failed steps in a row after which the runner is taken for broken rather than the step."""
 
+MAX_STEP_S = 120.0
+"""After which a step counts as hung. The longest honest one computes a chunk of a prompt: 256
+tokens of a model of 8e9 parameters are 4e12 operations, 40 s on a host that makes 1e11 in a second;
+twice that where two workers share it, and a first step may compile."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
@@ -98,6 +103,8 @@ class Engine:
         self._consecutive_failures = 0
         self._failed_steps = 0
         self._step_seconds = 0.0
+        self._step_started: float | None = None
+        """When the step in flight began."""
         self._next_check = 0.0
 
     # -- life -----------------------------------------------------------------------------------
@@ -136,7 +143,14 @@ class Engine:
     @property
     def healthy(self) -> bool:
         """Whether sequences are taken and steps run."""
-        return self._failure is None and self._task is not None and not self._is_stopping
+        is_running = self._failure is None and self._task is not None and not self._is_stopping
+        return is_running and not self._is_stuck
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether the step in flight hangs; should it end after all, the engine goes on."""
+        started = self._step_started
+        return started is not None and self._clock() - started > MAX_STEP_S
 
     # -- sequences ------------------------------------------------------------------------------
 
@@ -274,11 +288,12 @@ class Engine:
 
     async def _step(self, plan: StepPlan) -> None:
         """Run one step in the thread and take in what it gave."""
-        started = self._clock()
+        started = self._step_started = self._clock()
         future = self._thread.submit(plan)
         try:
             await asyncio.wait({future})  # unlike awaiting it, does not raise the runner's error
         finally:
+            self._step_started = None
             future.cancel()  # given up by stop(); no effect on one that is done
         seconds = self._clock() - started
         self._step_seconds += seconds

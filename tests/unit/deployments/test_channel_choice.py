@@ -83,11 +83,9 @@ def test_the_least_busy_of_three_does_not_get_everything():
     assert chosen(*loaded) == {"a", "b"}
 
 
-@pytest.mark.parametrize("away", [{"is_leaving": True}, {"is_silent": True}])
-def test_a_worker_that_goes_or_is_silent_is_never_asked(away):
+@pytest.mark.parametrize(
+    "away", [{"is_leaving": True}, {"is_silent": True}, {"takes_requests": False}]
+)
+def test_a_worker_that_is_about_to_be_replaced_is_never_asked(away):
+    """A request waits for the one that comes: what this one had to say, it would say each time."""
     assert chosen(candidate("a", **away)) == {None}
-
-
-def test_an_engine_that_does_not_run_is_asked_where_no_other_is_left():
-    """It says why it refuses, which is what the client should hear."""
-    assert chosen(candidate("a", takes_requests=False)) == {"a"}

@@ -15,6 +15,7 @@ from tests.fakes.transport import Fault, FaultKind, FaultyTransport
 from tests.fakes.until import until
 from tests.fakes.worker_rig import Client, Rig, RigConfig, Side, generate_request, worker_rig
 from workers.decode_config import DecodeConfig
+from workers.engine.loop import MAX_STEP_S
 from workers.engine.sampling_params import SamplingParams
 from workers.engine.step import ScheduledSequence, SequenceId, StepPlan
 from workers.messages import (
@@ -27,6 +28,7 @@ from workers.messages import (
     PrefillEvent,
     PrefillRefused,
     PrefillRequest,
+    WorkerEvent,
 )
 
 PROMPT = (5, 3, 8, 1, 9, 2, 7, 4, 6, 11)
@@ -223,6 +225,31 @@ async def test_quiet_request_shows_signs_of_life():
         await events.aclose()
 
     assert beats == [Heartbeat(attempt=0, worker="decode-0")] * 3
+
+
+async def read(events: AsyncIterator[WorkerEvent], number: int) -> list[WorkerEvent]:
+    return [await anext(events) for _ in range(number)]
+
+
+async def test_request_in_a_step_that_hangs_shows_no_signs_of_life():
+    """Its reader goes on elsewhere; that this process lives is of no use to it."""
+    config = RigConfig(
+        decode=DecodeConfig(local_prefill_tokens=3, transfer_deadline_s=99.0, heartbeat_s=0.01)
+    )
+
+    async with worker_rig(config) as rig:
+        rig.side.runner.hold()
+        events = rig.decode.generate(request_of(PROMPT[:3]))
+        assert isinstance(await anext(events), Heartbeat)
+        rig.clock.advance(MAX_STEP_S + 1)
+        reading = asyncio.create_task(read(events, 3))  # one may have been sent before
+        _, pending = await asyncio.wait({reading}, timeout=0.2)
+        assert pending == {reading}
+        reading.cancel()
+        await asyncio.wait({reading})
+        assert not rig.decode.healthy
+        assert not rig.decode.load().takes_requests
+        rig.side.runner.let_go()
 
 
 # -- a hand-off that fails ----------------------------------------------------------------------

@@ -21,7 +21,7 @@ from workers.engine.events import (
     SequenceFinished,
     TokensSampled,
 )
-from workers.engine.loop import Engine
+from workers.engine.loop import MAX_STEP_S, Engine
 from workers.engine.sampling_params import SamplingParams
 from workers.engine.sequence import SequenceMode, SequenceStatus
 from workers.engine.step import SequenceId, StepPlan
@@ -381,6 +381,22 @@ async def test_idle_engine_checks_itself(rig):
     end = await sink.end()
     assert isinstance(end, SequenceFailed)
     assert "INV-CONSERVE" in str(rig.engine.failure)
+
+
+async def test_step_that_hangs_makes_the_engine_unhealthy_until_it_ends(rig):
+    begun = rig.hold_steps()
+    sink = Recorder()
+    rig.submit(sink)
+    await in_time(begun)
+    rig.clock.advance(MAX_STEP_S)
+    assert rig.engine.healthy
+    rig.clock.advance(0.1)
+    assert not rig.engine.healthy
+    with pytest.raises(WorkerStoppingError):
+        rig.submit(Recorder())
+    rig.let_go()
+    await sink.end()
+    assert rig.engine.healthy
 
 
 # -- start and stop -----------------------------------------------------------------------------
