@@ -99,6 +99,11 @@ class Front:
         """This Front's share of `/metrics`, for the other Fronts."""
         return self._service.snapshot()
 
+    async def check_health(self) -> None:
+        """Called by Serve, which replaces the replica when it raises."""
+        if not self._pool.is_watching:
+            raise RuntimeError("Front has stopped looking for workers")
+
     async def stop_resuming(self) -> None:
         """The service stops: see `ResumingBackend.stop_resuming`."""
         self._backend.stop_resuming()

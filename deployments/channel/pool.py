@@ -58,6 +58,12 @@ class ChannelPool:
     def start(self) -> None:
         """Begin to look for workers."""
         self._watching = asyncio.create_task(self._watch())
+        self._watching.add_done_callback(self._on_watch_ended)
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether new workers are looked for; the pool is of no use any more where it ends."""
+        return self._watching is not None and not self._watching.done()
 
     async def close(self) -> None:
         """Leave every worker; requests that are open lose theirs."""
@@ -68,11 +74,7 @@ class ChannelPool:
 
     async def is_ready(self) -> bool:
         """Whether a worker takes requests now; without prefill workers it computes prompts."""
-        self._check_watched()
-        return any(
-            each.load.takes_requests and not (each.load.is_leaving or each.is_silent)
-            for each in self._candidates()
-        )
+        return self.is_watching and any(each.is_open for each in self._candidates())
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[WorkerEvent, None]:
         """See `WorkerPool.generate`; waits for a worker where there is none."""
@@ -86,7 +88,8 @@ class ChannelPool:
             worker = choose(self._candidates(), avoid, self._rng)
             if worker is not None:
                 return self._channels[worker]
-            self._check_watched()
+            if not self.is_watching:
+                raise RuntimeError("the pool is not looking for workers")
             self._changed.clear()
             await self._changed.wait()
 
@@ -94,10 +97,11 @@ class ChannelPool:
         found = (channel.candidate for channel in self._channels.values())
         return [candidate for candidate in found if candidate is not None]
 
-    def _check_watched(self) -> None:
-        """A watch that has ended ends by a bug: without it no new worker is ever found."""
-        if self._watching is None or self._watching.done():
-            raise RuntimeError("the pool is not looking for workers")
+    def _on_watch_ended(self, watching: asyncio.Task[None]) -> None:
+        """By `close`, or by a bug: who waits for a worker must not wait for ever."""
+        self._changed.set()
+        if not watching.cancelled() and (error := watching.exception()) is not None:
+            logger.error("workers are not looked for any more", exc_info=error)
 
     async def _watch(self) -> None:
         """Connect to whoever is new."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -19,6 +21,7 @@ from deployments.channel.frames import (
     Open,
     encode_frame,
 )
+from deployments.channel.pool import ChannelPool
 from deployments.channel.stream import ChannelLostError, FrameStream, accept
 from kv_transfer.authentication import Purpose, Responder, Secret
 from kv_transfer.logprobs import TokenLogprobs
@@ -300,13 +303,35 @@ async def test_load_that_is_reported_leaves_out_the_front_s_own_requests():
         front.abort()
 
 
-async def test_a_pool_that_has_stopped_looking_says_so():
-    async with rig(a=FakeWorker()) as made:
-        await made.pool.close()
-        with pytest.raises(RuntimeError, match="not looking"):
-            await made.pool.is_ready()
-        with pytest.raises(RuntimeError, match="not looking"):
-            await all_of(made.pool.generate(request()))
+async def test_a_pool_that_has_stopped_looking_is_not_ready_and_keeps_nobody_waiting(caplog):
+    """By a bug: Front says so to Serve, and is replaced."""
+    asked, broken = asyncio.Event(), asyncio.Event()
+
+    async def find() -> list[ChannelAddress]:
+        asked.set()
+        await broken.wait()
+        raise ValueError("a bug")
+
+    pool = ChannelPool(
+        me="front",
+        find=find,
+        secret=SECRET,
+        timings=QUICK,
+        rng=random.Random(1),
+        clock=time.monotonic,
+    )
+    pool.start()
+    await asked.wait()
+    assert pool.is_watching
+    waiting = asyncio.create_task(all_of(pool.generate(request())))
+    await asyncio.sleep(0)
+    broken.set()
+    with pytest.raises(RuntimeError, match="not looking"):
+        await waiting
+    assert not pool.is_watching
+    assert not await pool.is_ready()
+    assert "not looked for any more" in caplog.text
+    await pool.close()
 
 
 # Peers that are not what they should be ---------------------------------------------------------
