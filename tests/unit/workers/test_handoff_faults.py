@@ -76,7 +76,7 @@ def forget(side: Side) -> None:
 )
 async def test_reader_that_overslept_its_lease_uses_nothing_that_it_read(piece, error):
     """F1, F2: by the time it goes on, the blocks hold somebody else's KV."""
-    config = replace(CONFIG, num_prefill=2, lease_s=0.05, prefill_chunk_tokens=32, step_tokens=32)
+    config = replace(CONFIG, num_prefill=2, lease_s=0.5, prefill_chunk_tokens=32, step_tokens=32)
     prompt = PROMPT[:20]  # two grants and five blocks, then the verdict
     async with faulty_rig(config, Fault(FaultKind.DELAY, piece)) as rig:
         owner = rig.prefill_sides[0]
