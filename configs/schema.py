@@ -20,6 +20,8 @@ from pydantic import (
     model_validator,
 )
 
+from configs.addresses import is_loopback
+
 __all__ = [
     "ChannelSettings",
     "DecodeSettings",
@@ -46,9 +48,6 @@ _BYTE_UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-
-
-_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 def _parse_bytes(value: object) -> object:
@@ -299,7 +298,7 @@ class Settings(_Group):
 
     @model_validator(mode="after")
     def _check_channel_ports_suffice(self) -> Self:
-        if self.channel.port and self.decode.replicas > 1 and self.channel.host in _LOOPBACK:
+        if self.channel.port and self.decode.replicas > 1 and is_loopback(self.channel.host):
             raise ValueError(
                 f"channel.port ({self.channel.port}) is one port for {self.decode.replicas} decode "
                 "workers on this host; 0 lets each have its own"

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from configs.addresses import is_loopback
 from deployments.bench.errors import BenchInputError
 from deployments.bench.measure import Failure, Sample
 
@@ -24,7 +25,6 @@ TIMEOUT = "timeout"
 
 _CONNECT_TIMEOUT_S = 5.0
 _MESSAGE_CHARACTERS = 300
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ def make_http_client(address: str, api_key: str | None) -> httpx.AsyncClient:
         timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         # A proxy from the environment would be asked for its own 127.0.0.1.
-        trust_env=httpx.URL(address).host not in _LOOPBACK,
+        trust_env=not is_loopback(httpx.URL(address).host),
     )
 
 
