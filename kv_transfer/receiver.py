@@ -91,20 +91,23 @@ class KVReceiver:
         memory: BlockMemory,
         me: PeerInfo,
         transports: Sequence[Transport],
+        broken: Sequence[Offer] = (),
         lease_s: float = 5.0,
         clock: Clock = time.monotonic,
     ) -> None:
         """Prepare to write into `memory`, over the best of `transports` that a peer allows.
 
-        They are named best first; `lease_s` is the one that prefill workers grant.
+        They are named best first; `broken` would come before the last one, but do not start here.
+        `lease_s` is the one that prefill workers grant.
         """
         self._memory = memory
         self._me = me
         self._transports = {transport.name: transport for transport in transports}
-        self._offers = tuple(
+        usable = [
             Offer(name=transport.name, cross_host=transport.capabilities.cross_host)
             for transport in transports
-        )
+        ]
+        self._offers = (*usable[:-1], *broken, *usable[-1:])
         self._links: dict[str, Choice] = {}
         self._renew_every_s = lease_s / RENEWALS_PER_LEASE
         self._clock = clock
@@ -209,7 +212,7 @@ class KVReceiver:
         offers = [
             offer
             for offer in self._offers
-            if self._transports[offer.name].capabilities.fence == "on_close"
+            if not offer.is_broken and self._transports[offer.name].capabilities.fence == "on_close"
         ]
         if not offers:
             raise LinkRefusedError(

@@ -25,16 +25,20 @@ class LinkReason(Enum):
     """A better one needs one host, and a worker cannot tell on which it is."""
     NOT_OFFERED = "not_offered"
     """A better one is not offered by the peer: its memory cannot be shared."""
+    BROKEN = "broken"
+    """A better one does not start on this worker's host."""
     BEST = "best"
     """The best there is; it reaches everywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """A transport that this worker could use."""
+    """A transport that this worker could use, or should be able to."""
 
     name: str
     cross_host: bool
+    is_broken: bool = False
+    """It is wanted, and does not start here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +60,7 @@ def choose(offers: Sequence[Offer], me: PeerInfo, peer: PeerInfo) -> Choice:
         if obstacle is None:
             return Choice(transport=offer.name, reason=_reason(offers, offer, obstacles))
         obstacles.append(obstacle)
-    names = [offer.name for offer in offers]
+    names = [offer.name for offer in offers if not offer.is_broken]
     if not {LinkReason.OTHER_HOST, LinkReason.UNKNOWN_HOST}.isdisjoint(obstacles):
         raise LinkRefusedError(
             f"transport {' or '.join(names)} needs one host: {peer.worker_id} is on "
@@ -69,6 +73,8 @@ def choose(offers: Sequence[Offer], me: PeerInfo, peer: PeerInfo) -> Choice:
 
 
 def _obstacle(offer: Offer, me: PeerInfo, peer: PeerInfo) -> LinkReason | None:
+    if offer.is_broken:
+        return LinkReason.BROKEN
     if peer.endpoint(offer.name) is None:
         return LinkReason.NOT_OFFERED
     if offer.cross_host:
@@ -82,5 +88,5 @@ def _reason(offers: Sequence[Offer], chosen: Offer, obstacles: Sequence[LinkReas
     if len(offers) == 1:
         return LinkReason.ONLY_ONE
     if obstacles:
-        return obstacles[0]
+        return obstacles[-1]  # of the next best one
     return LinkReason.BEST if chosen.cross_host else LinkReason.SAME_HOST

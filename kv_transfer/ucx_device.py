@@ -35,18 +35,18 @@ class RdmaOutlook:
     """What the nixl transport would have on this host."""
 
     is_installed: bool
-    """Whether the optional package loads."""
+    """Whether the optional package is there."""
     device: str | None
     """What UCX would use; None where there is a problem."""
     is_rdma: bool
     """Whether that is RDMA hardware; elsewhere nixl works, and is slower than tcp."""
     problem: str = ""
-    """Why there is no device, where there is none."""
+    """Why it cannot be used: there is no device, or the package that is there does not load."""
 
     @property
     def is_best(self) -> bool:
         """Whether it is the best there is between hosts."""
-        return self.is_installed and self.is_rdma
+        return self.is_installed and self.is_rdma and not self.problem
 
 
 def outlook(

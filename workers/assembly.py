@@ -18,14 +18,8 @@ from kv_transfer.handoff import PeerInfo
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.shared_memory import SharedRegion, can_share_memory, sharing_domain
-from kv_transfer.transport import Transport
 from kv_transfer.transports.link_security import LinkSecurity
-from kv_transfer.transports.nixl import NixlTransport
-from kv_transfer.transports.shm import ShmTransport
-from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.tls import TlsContexts
-from kv_transfer.transports.torch import TorchTransport
-from kv_transfer.ucx_device import RdmaOutlook
 from workers import planning
 from workers.checks import enforce
 from workers.decode import DecodeWorker
@@ -45,6 +39,7 @@ from workers.models.loading import ModelInfo, load_model_info
 from workers.models.store import ModelStore, default_cache_dir
 from workers.planning import DeploymentPlan, WorkerPlan
 from workers.prefill import PrefillWorker
+from workers.transport_set import build_transports
 
 logger = logging.getLogger(__name__)
 
@@ -94,12 +89,18 @@ def build_prefill_worker(
     region = _shared_region(settings.transfer.transport, site.plan.prefill.pool_bytes)
     engine, memory = _build_engine(site, site.plan.prefill, settings, region)
     me = _peer_info(site.plan, site.plan.prefill, worker_id)
+    transports = build_transports(
+        settings.transfer,
+        security,
+        rdma_outlook(settings.transfer),
+        has_region=region is not None,
+    )
     worker: PrefillWorker
     sender = KVSender(
         memory=memory,
         me=me,
         generation_of=engine.generation_of,
-        transports=_transports(settings.transfer, security, has_region=region is not None),
+        transports=transports.usable,
         lease_s=settings.transfer.lease_s,
         on_end=lambda key, reason: worker.on_transfer_end(key, reason),
     )
@@ -129,10 +130,14 @@ def build_decode_worker(
     me = _peer_info(site.plan, site.plan.decode, worker_id)
     receiver = None
     if security is not None:
+        transports = build_transports(
+            settings.transfer, security, rdma_outlook(settings.transfer), has_region=True
+        )
         receiver = KVReceiver(
             memory=memory,
             me=me,
-            transports=_transports(settings.transfer, security, has_region=True),
+            transports=transports.usable,
+            broken=transports.broken,
             lease_s=settings.transfer.lease_s,
         )
     return DecodeWorker(
@@ -233,31 +238,3 @@ def _link_security(settings: TransferSettings, secret: Secret) -> LinkSecurity:
             f"be used: {error}"
         ) from error
     return LinkSecurity(secret=secret, tls=contexts)
-
-
-def _transports(
-    settings: TransferSettings, security: LinkSecurity, *, has_region: bool
-) -> list[Transport]:
-    """The transports of a worker, best first; a server needs a region to serve shm from."""
-    rdma = rdma_outlook(settings)
-    if settings.transport == "nixl":
-        return [_nixl(settings, security, rdma)]
-    if settings.transport == "torch":
-        return [TorchTransport(security=security, host=settings.host)]
-    transports: dict[str, Transport] = {"tcp": TcpTransport(security=security, host=settings.host)}
-    if settings.transport == "auto" and rdma.is_best:
-        transports = {"nixl": _nixl(settings, security, rdma), **transports}
-    if has_region:
-        transports = {"shm": ShmTransport(secret=security.secret), **transports}
-    if settings.transport == "auto":
-        return list(transports.values())
-    return [transports[settings.transport]]
-
-
-def _nixl(settings: TransferSettings, security: LinkSecurity, rdma: RdmaOutlook) -> Transport:
-    transport = NixlTransport(security=security, host=settings.host, device=rdma.device)
-    try:
-        transport.try_start()
-    except OSError as error:
-        raise WorkerError(f"transport nixl: {error}") from error
-    return transport

@@ -12,6 +12,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Literal
 
+from configs.addresses import is_loopback
 from configs.schema import TransferSettings
 from kv_transfer.compatibility import check_compatible
 from kv_transfer.handoff import PeerInfo
@@ -39,6 +40,7 @@ __all__ = [
     "check_window",
     "enforce",
     "format_bytes",
+    "takes_nixl",
 ]
 
 Role = Literal["decode", "prefill"]
@@ -49,8 +51,6 @@ DATA_PATHS: Mapping[str, DataPath] = MappingProxyType(
     {"shm": "host", "tcp": "authenticated", "nixl": "open", "torch": "open"}
 )
 """What transports declare in their `Capabilities`, here since `baton check` loads none of them."""
-
-_LOOPBACK = ("127.", "::1", "localhost")
 
 
 class Outcome(Enum):
@@ -139,10 +139,10 @@ def check_transfer(
 ) -> list[Check]:
     """What the KV cache will move over, and who can get at it on each way that it may take."""
     return [
-        check_transport(settings.transport, shares_memory, rdma),
+        check_transport(settings, shares_memory, rdma),
         *(
             check_data_path(transport, settings)
-            for transport in _candidates(settings.transport, shares_memory, rdma)
+            for transport in _candidates(settings, shares_memory, rdma)
         ),
     ]
 
@@ -153,7 +153,7 @@ def check_data_path(transport: str, settings: TransferSettings) -> Check:
     if path == "authenticated" and settings.tls is not None:
         path = "encrypted"
     outcome = Outcome.HOLDS
-    if path in ("authenticated", "open") and not settings.host.startswith(_LOOPBACK):
+    if path in ("authenticated", "open") and not is_loopback(settings.host):
         outcome = Outcome.WARNS
     sentence = {
         "host": "both ends know the deployment's secret; blocks never leave this host's memory.",
@@ -166,19 +166,40 @@ def check_data_path(transport: str, settings: TransferSettings) -> Check:
     return Check(id="DATA-PATH", outcome=outcome, sentence=f"{transport}: {sentence}")
 
 
-def _candidates(wanted: str, shares_memory: bool, rdma: RdmaOutlook) -> tuple[str, ...]:
+def takes_nixl(settings: TransferSettings, rdma: RdmaOutlook) -> bool:
+    """Whether `auto` moves KV over nixl between hosts: never in the open what was to be encrypted.
+
+    It may still not start; then it is tcp.
+    """
+    return settings.transport == "auto" and rdma.is_best and settings.tls is None
+
+
+def _candidates(
+    settings: TransferSettings, shares_memory: bool, rdma: RdmaOutlook
+) -> tuple[str, ...]:
     """The transports that links may use, best first."""
-    if wanted == "auto":
-        within = ("shm",) if shares_memory else ()
-        between = ("nixl", "tcp") if rdma.is_best else ("tcp",)
-        return within + between
-    return (wanted,)
+    if settings.transport != "auto":
+        return (settings.transport,)
+    within = ("shm",) if shares_memory else ()
+    between = ("nixl", "tcp") if takes_nixl(settings, rdma) else ("tcp",)
+    return within + between
 
 
-def check_transport(wanted: str, shares_memory: bool, rdma: RdmaOutlook) -> Check:
-    """What the KV cache will move over, and why; `wanted` is the setting."""
+def _network(settings: TransferSettings, rdma: RdmaOutlook) -> str:
+    """What `auto` takes between hosts, and where it is not RDMA that there is, why."""
+    if takes_nixl(settings, rdma):
+        return "nixl"
+    if rdma.is_best:
+        return "tcp (not nixl, which transfer.tls does not encrypt)"
+    if rdma.is_installed and rdma.is_rdma:
+        return f"tcp (not nixl: {rdma.problem})"
+    return "tcp"
+
+
+def check_transport(settings: TransferSettings, shares_memory: bool, rdma: RdmaOutlook) -> Check:
+    """What the KV cache will move over, and why."""
     outcome = Outcome.HOLDS
-    network = "nixl" if rdma.is_best else "tcp"
+    wanted, network = settings.transport, _network(settings, rdma)
     if wanted == "nixl":
         return _check_nixl(rdma)
     if wanted == "tcp":

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from configs.schema import TransferSettings
-from kv_transfer.transports.nixl_agent import has_nixl
+from kv_transfer.transports.nixl_agent import has_nixl, nixl_problem
 from kv_transfer.ucx_device import RdmaOutlook, find_rdma_devices, outlook
+from workers.checks import takes_nixl
 
 __all__ = ["available_bytes", "available_cores", "has_bf16_cpu", "rdma_outlook"]
 
@@ -52,13 +54,17 @@ def rdma_outlook(settings: TransferSettings, root: Path = _ROOT) -> RdmaOutlook:
         interface: [entry.address for entry in entries if entry.family in _IP]
         for interface, entries in psutil.net_if_addrs().items()
     }
-    return outlook(
+    found = outlook(
         settings.host,
         settings.ucx_device,
         is_installed=has_nixl(),
         addresses=addresses,
         rdma_devices=find_rdma_devices(root / "sys/class/infiniband"),
     )
+    is_wanted = settings.transport == "nixl" or takes_nixl(settings, found)
+    if is_wanted and found.is_installed and not found.problem:  # loading takes half a second
+        return replace(found, problem=nixl_problem())
+    return found
 
 
 def _read(path: Path) -> str:

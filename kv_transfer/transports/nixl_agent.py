@@ -113,18 +113,30 @@ def has_nixl() -> bool:
     return any(importlib.util.find_spec(package) is not None for package in _PACKAGES)
 
 
+def nixl_problem() -> str:
+    """Why the package does not load, empty if it does; loads it."""
+    try:
+        _load()
+    except NixlMissingError as error:
+        return str(error)
+    return ""
+
+
 def require_nixl() -> None:
     """Raise NixlMissingError, which says what to install, where the package is missing."""
     _load()
 
 
 def _load() -> _Nixl:
+    problem = NIXL_IS_MISSING
     for package in _PACKAGES:
         raises = logging.raiseExceptions
         try:
             interface: Any = importlib.import_module(f"{package}._api")  # it has no types
             bindings = importlib.import_module(f"{package}._bindings")
-        except ImportError:
+        except (ImportError, OSError) as error:  # OSError: a library that it opens itself
+            if importlib.util.find_spec(package) is not None:
+                problem = f"its package {package} is installed and does not load: {error}"
             continue
         finally:
             logging.raiseExceptions = raises  # which the package changes for the whole process
@@ -135,7 +147,7 @@ def _load() -> _Nixl:
             make_config=interface.nixl_agent_config,
             errors=tuple(error for error in raised if issubclass(error, Exception)),
         )
-    raise NixlMissingError(NIXL_IS_MISSING)
+    raise NixlMissingError(problem)
 
 
 class NixlAgent:

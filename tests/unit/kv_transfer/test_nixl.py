@@ -19,6 +19,7 @@ from kv_transfer.transports.nixl_agent import (
     ReadState,
     RemotePool,
     has_nixl,
+    nixl_problem,
 )
 from kv_transfer.transports.nixl_link import NixlLink, NixlLinks
 from tests.fakes.block_memory import ByteMemory, peer_info
@@ -144,6 +145,24 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
     assert not has_nixl()
     with pytest.raises(NixlMissingError, match=r"pip install 'baton-serve\[rdma\]'"):
         nixl_transport()
+
+
+def test_a_package_that_is_there_and_does_not_load_is_no_crash(monkeypatch, tmp_path):
+    package = tmp_path / "package_that_does_not_load"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "_api.py").write_text("raise ImportError('libucp.so.0: no such file')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(nixl_agent, "_PACKAGES", (package.name,))
+    assert has_nixl()
+    assert "is installed and does not load: libucp.so.0" in nixl_problem()
+    with pytest.raises(NixlMissingError, match=r"does not load: libucp\.so\.0"):
+        nixl_transport()
+
+
+@needs_nixl
+def test_a_package_that_loads_has_no_problem():
+    assert nixl_problem() == ""
 
 
 @needs_nixl

@@ -6,6 +6,8 @@ import pytest
 
 from kv_transfer.geometry import BlockId
 from kv_transfer.handoff import ReleaseReason
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.selection import LinkReason, Offer
 from kv_transfer.transport import (
     CorruptTransferError,
     InvalidTransferError,
@@ -366,6 +368,28 @@ async def test_blocks_of_another_size_are_refused_where_no_transport_can_repack(
         )
         with pytest.raises(LinkRefusedError, match=r"block size differs: 8 .* 4 .* cannot repack"):
             link.incoming(key)
+
+
+async def test_a_better_transport_that_does_not_start_here_is_said_of_the_link():
+    transport = FaultyTransport()
+    better = Offer(name="better", cross_host=True, is_broken=True)
+    async with kv_link(transport) as link:
+        receiver = KVReceiver(
+            memory=link.destination, me=link.me, transports=[transport], broken=[better]
+        )
+        other = dataclasses.replace(
+            link.peer,
+            fingerprint="0" * 32,
+            block_size=2 * link.peer.block_size,
+            bytes_per_block=2 * link.peer.bytes_per_block,
+        )
+        for peer in (link.peer, other):
+            receiver.transfer(peer, link.offer(f"of {peer.block_size}"), PLACES, NUM_TOKENS, 1.0)
+            chosen = receiver.stats().links[peer.worker_id]
+            assert chosen.transport == transport.name
+            # Better ones that could not repack are no obstacle.
+            wanted = LinkReason.BROKEN if peer is link.peer else LinkReason.ONLY_ONE
+            assert chosen.reason is wanted
 
 
 @pytest.mark.parametrize("places", [PLACES[:5], [*PLACES[:5], BlockId(16)], [BlockId(1)] * 6])

@@ -10,6 +10,9 @@ from tests.fakes.block_memory import peer_info
 
 SHM = Offer(name="shm", cross_host=False)
 TCP = Offer(name="tcp", cross_host=True)
+NIXL = Offer(name="nixl", cross_host=True)
+BROKEN = Offer(name="nixl", cross_host=True, is_broken=True)
+EVERY = ["shm", "nixl", "tcp"]
 
 
 def worker(name, host="here", transports=("shm", "tcp")):
@@ -27,6 +30,11 @@ def worker(name, host="here", transports=("shm", "tcp")):
         ([SHM, TCP], worker("p", transports=["tcp"]), "tcp", LinkReason.NOT_OFFERED),
         ([TCP, SHM], worker("p"), "tcp", LinkReason.BEST),
         ([TCP, SHM], worker("p", transports=["shm"]), "shm", LinkReason.NOT_OFFERED),
+        ([SHM, BROKEN, TCP], worker("p", "there", EVERY), "tcp", LinkReason.BROKEN),
+        ([BROKEN, TCP], worker("p", transports=EVERY), "tcp", LinkReason.BROKEN),
+        ([SHM, BROKEN, TCP], worker("p"), "shm", LinkReason.SAME_HOST),
+        ([SHM, NIXL, TCP], worker("p", "there", EVERY), "nixl", LinkReason.OTHER_HOST),
+        ([SHM, NIXL, TCP], worker("p", "there"), "tcp", LinkReason.NOT_OFFERED),
         ([SHM], worker("p"), "shm", LinkReason.ONLY_ONE),
         ([TCP], worker("p"), "tcp", LinkReason.ONLY_ONE),
     ],
@@ -52,4 +60,4 @@ def test_shared_memory_between_two_hosts_is_refused_with_both():
 
 def test_no_transport_in_common_is_refused_with_both_lists():
     with pytest.raises(LinkRefusedError, match=r"p offers \['tcp'\], d has \['shm'\]"):
-        choose([SHM], worker("d"), worker("p", transports=["tcp"]))
+        choose([BROKEN, SHM], worker("d"), worker("p", transports=["tcp"]))

@@ -19,6 +19,7 @@ from workers.checks import (
     check_link,
     check_pool_window,
     check_runner,
+    check_transfer,
     check_transport,
     check_window,
     format_bytes,
@@ -32,6 +33,10 @@ RDMA = RdmaOutlook(is_installed=True, device="mlx5_0:1", is_rdma=True)
 LOCAL = TransferSettings()
 WIDE = TransferSettings(host="10.0.0.1")
 TLS = TlsSettings(certificate="a.pem", key="a.key", ca="ca.pem")
+
+
+def transfer(wanted: str, **changes: object) -> TransferSettings:
+    return TransferSettings.model_validate({"transport": wanted, **changes})
 
 
 def peer(worker_id: str, **changes: object) -> PeerInfo:
@@ -135,7 +140,7 @@ def test_link_is_refused_when_the_decode_side_lacks_the_window() -> None:
 def test_the_plan_says_what_kv_moves_over_and_why(
     wanted: str, shares_memory: bool, outcome: Outcome, says: str
 ) -> None:
-    check = check_transport(wanted, shares_memory, NO_RDMA)
+    check = check_transport(transfer(wanted), shares_memory, NO_RDMA)
 
     assert check.outcome is outcome
     assert says in check.sentence
@@ -152,13 +157,15 @@ def test_the_plan_says_what_kv_moves_over_and_why(
         ("auto", RDMA, Outcome.HOLDS, "over nixl: this host lets no process share memory"),
         ("auto", LOOPBACK, Outcome.HOLDS, "over tcp: this host lets no process share memory"),
         ("auto", replace(RDMA, is_installed=False), Outcome.HOLDS, "over tcp: this host"),
+        ("auto", replace(RDMA, problem="no libucp"), Outcome.HOLDS, "tcp (not nixl: no libucp)"),
+        ("nixl", replace(RDMA, problem="no libucp"), Outcome.FAILS, "nixl: no libucp."),
         ("tcp", RDMA, Outcome.HOLDS, "over tcp: transfer.transport says so"),
     ],
 )
 def test_nixl_is_what_auto_takes_only_with_rdma_and_its_package(
     wanted: str, rdma: RdmaOutlook, outcome: Outcome, says: str
 ) -> None:
-    check = check_transport(wanted, False, rdma)
+    check = check_transport(transfer(wanted), False, rdma)
 
     assert check.outcome is outcome
     assert says in check.sentence
@@ -181,6 +188,13 @@ def test_the_plan_says_who_can_get_at_blocks_on_their_way(
 
     assert check.outcome is outcome
     assert says in check.sentence
+
+
+def test_auto_takes_nothing_open_where_kv_is_to_be_encrypted() -> None:
+    checks = check_transfer(transfer("auto", tls=TLS), RDMA, shares_memory=False)
+
+    assert "tcp (not nixl, which transfer.tls does not encrypt)" in checks[0].sentence
+    assert [check.sentence.partition(":")[0] for check in checks[1:]] == ["tcp"]
 
 
 @pytest.mark.parametrize("transport", [ShmTransport, TcpTransport, NixlTransport, TorchTransport])

@@ -6,7 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from workers.host import available_bytes, available_cores, has_bf16_cpu
+from configs.schema import TransferSettings
+from workers.host import available_bytes, available_cores, has_bf16_cpu, rdma_outlook
 
 
 def write(root: Path, path: str, text: str) -> None:
@@ -67,3 +68,19 @@ def test_bf16_is_read_from_the_cpus_flags(tmp_path: Path, flags: str, expected: 
 
 def test_bf16_is_not_assumed_where_nothing_is_known(tmp_path: Path) -> None:
     assert not has_bf16_cpu(tmp_path)
+
+
+def test_a_package_for_rdma_that_does_not_load_is_known_where_it_would_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sys/class/infiniband/mlx5_0/device/net/lo").mkdir(parents=True)
+    monkeypatch.setattr("workers.host.has_nixl", lambda: True)
+    monkeypatch.setattr("workers.host.nixl_problem", lambda: "no libucp")
+
+    wanted = rdma_outlook(TransferSettings(), tmp_path)
+    not_wanted = rdma_outlook(TransferSettings(transport="tcp"), tmp_path)
+
+    assert wanted.is_rdma
+    assert not wanted.is_best
+    assert wanted.problem == "no libucp"
+    assert not_wanted.problem == ""
