@@ -212,6 +212,21 @@ async def test_a_greeting_under_another_name_than_the_proof_is_refused(kind):
         await link.incoming(key).pull()
 
 
+@pytest.mark.parametrize("claimed", ["d-1", "d-2"])
+async def test_a_transfer_is_for_the_process_that_proved_itself_alone(kind, claimed):
+    """Another of the deployment's own, whatever the transfer's key says, and whoever opened it."""
+    async with kv_link(kind.transport(timings=PATIENT)) as link:
+        key = link.offer()
+        other = dataclasses.replace(link.me, incarnation="d-2")
+        said = dataclasses.replace(key, decode_incarnation=claimed)
+        async with RawPeer(kind, link.address, said) as rogue:
+            await rogue.prove(me="d-2")
+            await rogue.say(FrameType.HELLO, wire.pack_hello(said, other))
+            assert "incarnation d-1, " in str(await rogue.hear_error())
+        assert link.ended == []
+        await link.incoming(key).pull()
+
+
 async def test_the_server_says_nothing_more_than_its_challenge_to_a_stranger(kind):
     async with kv_link(kind.transport(timings=PATIENT)) as link:
         with kind.connect(link.address) as stranger:
