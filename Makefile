@@ -31,7 +31,7 @@ check:           ## lint, types and import contracts only
 verify:          ## every state of the hand-off's model; installs spin where it may
 	@scripts/verify
 
-mutants:         ## plant twelve mistakes, one by one, and show the test that sees each
+mutants:         ## plant mistakes, one by one, and show the test that sees each
 	@scripts/setup --dev
 	@scripts/mutants
 

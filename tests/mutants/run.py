@@ -51,6 +51,12 @@ class Mutant:
         """The file's name, as words."""
         return self.patch.stem.replace("_", " ")
 
+    @property
+    def story(self) -> str:
+        """What the patch says that the mistake is: its text before the tests, in one line."""
+        said, _, _ = self.patch.read_text("utf-8").partition("Test: ")
+        return " ".join(said.split())
+
     def killed_by(self) -> list[str]:
         """The tests that fail in a copy with the mistake; none if it survives."""
         with checkout() as copy:

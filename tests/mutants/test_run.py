@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.run import PATCHES, REPOSITORY, Mutant, MutantError, checkout, failing
+from tests.mutants.table import BEGIN, DOCUMENT, table, with_table
+from tests.verify.check import MUTANTS
 
 TEST = "tests/unit/kv_transfer/test_geometry.py"
 HARMLESS = f"""Says nothing new.
@@ -32,6 +34,21 @@ def test_patch_names_its_tests_and_fits_the_code(path: Path):
     assert Mutant.read(path).tests
 
     subprocess.run(["git", "apply", "--check", str(path)], cwd=REPOSITORY, check=True)
+
+
+def test_documented_mistakes_are_those_that_are_planted():
+    text = DOCUMENT.read_text("utf-8")
+
+    assert with_table(text) == text, "run: python -m tests.mutants.table"
+    assert len(table().splitlines()) == 2 + len(list(PATCHES.glob("*.patch"))) + len(MUTANTS)
+
+
+def test_mistake_that_is_planted_by_nobody_is_reported():
+    text = DOCUMENT.read_text("utf-8")
+    claimed = text.replace(f"{BEGIN}\n", f"{BEGIN}\n| code | every other | `no test` |\n")
+
+    assert claimed != text
+    assert with_table(claimed) == text
 
 
 def test_mistake_that_no_test_sees_survives(tmp_path: Path):
