@@ -17,7 +17,7 @@ from deployments.channel.address import ChannelAddress
 from deployments.channel.server import ChannelServer
 from deployments.channel.stream import ChannelTimings
 from deployments.handles import PrefillPool
-from deployments.metrics import WorkerSnapshot, loop_sample
+from deployments.metrics import WorkerSnapshot, loop_sample, sample
 from deployments.process import at_own_address, deployment_secret, prepare_engine_process
 from deployments.worker_metrics import decode_samples
 
@@ -67,7 +67,11 @@ class Decode:
         return WorkerSnapshot(
             worker_id=self._worker.me.worker_id,
             role="decode",
-            samples=(*decode_samples(self._worker), loop_sample()),
+            samples=(
+                *decode_samples(self._worker),
+                sample("baton_strangers_total", self._channel.num_strangers),
+                loop_sample(),
+            ),
         )
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

@@ -27,6 +27,7 @@ from deployments.channel.frames import (
 )
 from deployments.channel.stream import ChannelLostError, ChannelTimings, FrameStream, accept
 from kv_transfer.authentication import Purpose, Responder, Secret
+from kv_transfer.doorkeeper import Doorkeeper
 from kv_transfer.transfer_thread import run_beside
 from workers.messages import (
     Failed,
@@ -41,7 +42,6 @@ __all__ = ["ChannelServer", "ChannelService"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_CONNECTIONS = 1024
 _BACKLOG = 128
 
 
@@ -75,7 +75,13 @@ class ChannelServer:
         self._clock = clock
         self._server: asyncio.Server | None = None
         self._is_leaving = False
-        self._connections: dict[asyncio.Task[None], _Connection] = {}
+        self._door: Doorkeeper[_Connection] = Doorkeeper(on_stranger=self._note_stranger)
+        self._num_strangers = 0
+
+    @property
+    def num_strangers(self) -> int:
+        """Connections so far that had not proved to know the secret when they ended."""
+        return self._num_strangers
 
     async def start(self, host: str, port: int) -> ChannelAddress:
         """Listen there, and nowhere else; port 0 is any."""
@@ -87,7 +93,7 @@ class ChannelServer:
     def leave(self) -> None:
         """Tell every Front that nothing new is for this worker; what runs goes on."""
         self._is_leaving = True
-        for connection in self._connections.values():
+        for connection in self._door.connections:
             connection.report()
 
     async def close(self) -> None:
@@ -97,31 +103,40 @@ class ChannelServer:
         """
         if self._server is not None:
             self._server.close()
-        await asyncio.gather(*(each.finish() for each in self._connections.values()))
-        for task in self._connections:
+        await asyncio.gather(*(each.finish() for each in self._door.connections))
+        tasks = self._door.tasks
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Called by asyncio for each connection; not a coroutine, so that none is left unowned."""
-        if len(self._connections) >= _MAX_CONNECTIONS:
-            logger.warning("channel refused connections=%d", len(self._connections))
+        if not self._door.makes_room():
+            logger.warning("channel refused connections=%d", len(self._door))
             writer.transport.abort()
             return
         connection = _Connection(
-            self._worker, self._service, self._load, self._timings, self._clock
+            self._worker,
+            self._service,
+            self._load,
+            self._timings,
+            self._clock,
+            self._note_stranger,
         )
         responder = Responder(secret=self._secret, purpose=Purpose.TOKEN_CHANNEL, me=self._worker)
         task = asyncio.create_task(connection.run(reader, writer, responder))
-        self._connections[task] = connection
+        self._door.let_in(task, connection)
         task.add_done_callback(lambda task: self._ended(task, writer))
+
+    def _note_stranger(self) -> None:
+        self._num_strangers += 1
 
     def _load(self) -> WorkerLoad:
         return replace(self._service.load(), is_leaving=self._is_leaving)
 
     def _ended(self, task: asyncio.Task[None], writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()  # here, since a task that never began closes nothing itself
-        del self._connections[task]
+        self._door.has_left(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("channel failed", exc_info=error)
 
@@ -161,7 +176,11 @@ class _Connection:
         load: Callable[[], WorkerLoad],
         timings: ChannelTimings,
         clock: Callable[[], float],
+        on_stranger: Callable[[], None],
     ) -> None:
+        self.is_admitted = False
+        """Whether the Front has proved itself."""
+        self._on_stranger = on_stranger
         self._worker = worker
         self._service = service
         self._load = load
@@ -180,7 +199,13 @@ class _Connection:
         """Serve the connection; none of its requests runs any more when this returns."""
         try:
             stream = await accept(reader, writer, responder, self._timings)
-            self._stream = stream
+        except ChannelLostError as error:
+            self._on_stranger()
+            logger.info("channel refused reason=%s", error)
+            return
+        self.is_admitted = True
+        self._stream = stream
+        try:
             self.report()
             await run_beside(self._read(stream), self._beat())
         except ChannelLostError as error:

@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from kv_transfer.authentication import Admitted
+from kv_transfer.doorkeeper import Doorkeeper
 from kv_transfer.handoff import GrantedBlock, PeerInfo, ReleaseReason, TransferKey
 from kv_transfer.transfer_thread import run_beside
 from kv_transfer.transport import (
@@ -32,7 +33,6 @@ from kv_transfer.transports.wire import FrameType, Header, Identity
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 1024
 _MAX_PENDING_BLOCKS = 1 << 20
 _BATCH_BYTES = 256 * 1024  # small blocks share a system call up to this much
 _ACCEPT_RETRY_S = 0.1
@@ -70,7 +70,7 @@ class StreamBlockServer:
         self._timings = timings
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
-        self._connections: dict[asyncio.Task[None], _Connection] = {}  # the oldest first
+        self._door: Doorkeeper[_Connection] = Doorkeeper(on_stranger=authority.note_stranger)
 
     async def start(self) -> str:
         """Listen; returns the address."""
@@ -84,7 +84,7 @@ class StreamBlockServer:
     async def close(self) -> None:
         """Stop listening and drop every connection; safe to repeat."""
         if self._listener is not None and self._accepting is not None:
-            tasks = (self._accepting, *self._connections)
+            tasks = (self._accepting, *self._door.tasks)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -99,8 +99,8 @@ class StreamBlockServer:
                 logger.warning("accept failed error=%s", error)
                 await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
-            if len(self._connections) >= MAX_CONNECTIONS and not self._drop_a_stranger():
-                logger.warning("connection refused connections=%d", len(self._connections))
+            if not self._door.makes_room():
+                logger.warning("connection refused connections=%d", len(self._door))
                 accepted.close()
                 continue
             if (refusal := self._outlet.refusal(accepted)) is not None:
@@ -120,24 +120,12 @@ class StreamBlockServer:
             frames, self._outlet, self._authority, self._me, self._security, self._timings
         )
         task = asyncio.create_task(connection.run())
-        self._connections[task] = connection
+        self._door.let_in(task, connection)
         task.add_done_callback(lambda task: self._connection_ended(task, frames))
-
-    def _drop_a_stranger(self) -> bool:
-        """Make room: who says nothing must not keep those out who have something to say.
-
-        Proofs take milliseconds, so it is the oldest that goes. False if all are admitted.
-        """
-        for task, connection in self._connections.items():
-            if not connection.is_admitted and not task.cancelling():
-                task.cancel()
-                self._authority.note_stranger()
-                return True
-        return False
 
     def _connection_ended(self, task: asyncio.Task[None], frames: FrameSocket) -> None:
         frames.close()  # here, since a task that is cancelled before its first step runs nothing
-        self._connections.pop(task, None)
+        self._door.has_left(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("connection failed", exc_info=error)
 

@@ -23,7 +23,8 @@ from deployments.channel.frames import (
 )
 from deployments.channel.pool import ChannelPool
 from deployments.channel.stream import ChannelLostError, FrameStream, accept
-from kv_transfer.authentication import Purpose, Responder, Secret
+from kv_transfer import doorkeeper
+from kv_transfer.authentication import CHALLENGE_BYTES, Purpose, Responder, Secret
 from kv_transfer.logprobs import TokenLogprobs
 from tests.fakes.backend import Step, finished, frame
 from tests.fakes.channel import (
@@ -372,6 +373,31 @@ async def test_a_stranger_is_dropped_in_time_and_harms_nobody(greeting):
         writer.transport.abort()
         assert worker.requests == []
         assert tokens_of(await all_of(made.pool.generate(request()))) == [7, 8, 9]
+        await until(lambda: made.servers["a"].num_strangers == 1)
+
+
+async def test_strangers_that_fill_every_place_make_room_for_who_proves_itself(monkeypatch):
+    monkeypatch.setattr(doorkeeper, "MAX_CONNECTIONS", 3)  # the pool has one of them
+    async with rig(a=FakeWorker()) as made:
+        server, address = made.servers["a"], made.addresses["a"]
+        first = await asyncio.open_connection(address.host, address.port)
+        await first[0].readexactly(CHALLENGE_BYTES)
+        second = await asyncio.open_connection(address.host, address.port)
+        await second[0].readexactly(CHALLENGE_BYTES)
+        front = await raw_front(address)
+        async with asyncio.timeout(PATIENCE_S):
+            with suppress(ConnectionError):
+                assert await first[0].read() == b""  # it is the oldest that goes
+        assert server.num_strangers == 1
+        another = await raw_front(address)
+        with pytest.raises(ChannelLostError):
+            await raw_front(address)  # all are admitted
+        assert server.num_strangers == 2
+        assert tokens_of(await all_of(made.pool.generate(request()))) == [7, 8, 9]
+        for stream in (front, another):
+            stream.abort()
+        for _, writer in (first, second):
+            writer.transport.abort()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import socket
 
 import pytest
 
+from kv_transfer import doorkeeper
 from kv_transfer.authentication import (
     CHALLENGE_BYTES,
     PROOF_BYTES,
@@ -19,7 +20,7 @@ from kv_transfer.authentication import (
 )
 from kv_transfer.handoff import ReleaseReason
 from kv_transfer.transport import NotAuthenticatedError
-from kv_transfer.transports import stream_server, wire
+from kv_transfer.transports import wire
 from kv_transfer.transports.stream_server import StreamTimings
 from kv_transfer.transports.wire import FrameType, Identity
 from tests.fakes.block_memory import transfer_key
@@ -187,7 +188,7 @@ async def test_who_proves_itself_a_byte_at_a_time_is_dropped_at_the_deadline(kin
 
 
 async def test_strangers_that_fill_every_place_make_room_for_who_proves_itself(kind, monkeypatch):
-    monkeypatch.setattr(stream_server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(doorkeeper, "MAX_CONNECTIONS", 2)
     async with (
         kv_link(kind.transport(timings=PATIENT)) as link,
         RawPeer(kind, link.address) as first,

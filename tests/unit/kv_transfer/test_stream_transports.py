@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
+from kv_transfer import doorkeeper
 from kv_transfer.geometry import BlockId, LogicalBlock
 from kv_transfer.handoff import ReleaseReason, Verdict
 from kv_transfer.transport import (
@@ -19,7 +20,7 @@ from kv_transfer.transport import (
     PeerLostError,
     TransferError,
 )
-from kv_transfer.transports import stream_server, wire
+from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket
 from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.stream_server import StreamTimings
@@ -217,7 +218,7 @@ async def test_a_peer_cannot_announce_more_than_a_greeting(kind):
 
 
 async def test_connections_over_the_limit_are_dropped_and_the_others_go_on(kind, monkeypatch):
-    monkeypatch.setattr(stream_server, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(doorkeeper, "MAX_CONNECTIONS", 1)
     async with kv_link(kind.transport()) as link:
         key = link.offer()
         async with RawPeer(kind, link.address, key) as first:
