@@ -126,6 +126,7 @@ _WORKERS = (
         "Prompt tokens of sequences that were looked up in the prefix cache here.",
     ),
     _counter("baton_prefix_hit_tokens_total", "Those of them whose KV was found."),
+    _counter("baton_prefix_stored_blocks_total", "Blocks that the prefix cache took."),
     _counter("baton_prefix_evicted_blocks_total", "Blocks that the prefix cache gave up."),
     _counter("baton_steps_total", "Engine steps."),
     _counter("baton_failed_steps_total", "Engine steps that raised."),

@@ -38,10 +38,6 @@ class Prefill:
         async for event in self._worker.prefill(request):
             yield event
 
-    async def is_ready(self) -> bool:
-        """Whether requests are taken."""
-        return self._worker.healthy
-
     async def snapshot(self) -> WorkerSnapshot:
         """This worker's share of `/metrics`."""
         return WorkerSnapshot(

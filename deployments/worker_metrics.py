@@ -55,6 +55,7 @@ def _engine(stats: EngineStats) -> Iterator[Sample]:
     yield sample("baton_output_tokens_total", stats.output_tokens)
     yield sample("baton_prefix_queried_tokens_total", stats.prefix_queried_tokens)
     yield sample("baton_prefix_hit_tokens_total", stats.prefix_hit_tokens)
+    yield sample("baton_prefix_stored_blocks_total", stats.stored_blocks)
     yield sample("baton_prefix_evicted_blocks_total", stats.evicted_blocks)
     yield sample("baton_steps_total", stats.steps)
     yield sample("baton_failed_steps_total", stats.failed_steps)

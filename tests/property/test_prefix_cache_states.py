@@ -44,6 +44,7 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=2)
+        self.pool.cache.follow()
         self.holders: list[Holder] = []
         self.contents: dict[BlockId, tuple[str, str, int]] = {}
         """Salt, text up to the block's end, and the block's generation when it was written."""

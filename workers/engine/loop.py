@@ -76,6 +76,8 @@ class EngineStats:
     """Prompt tokens of sequences that were looked up in the prefix cache."""
     prefix_hit_tokens: int
     """Those of them that were found there."""
+    stored_blocks: int
+    """Blocks that the prefix cache took."""
     evicted_blocks: int
     """Blocks that the prefix cache gave up."""
     finished: int
@@ -250,6 +252,7 @@ class Engine:
             output_tokens=totals.output_tokens,
             prefix_queried_tokens=totals.queried_tokens,
             prefix_hit_tokens=totals.hit_tokens,
+            stored_blocks=totals.stored_blocks,
             evicted_blocks=totals.evicted_blocks,
             finished=totals.finished,
             aborted=totals.aborted,

@@ -122,9 +122,7 @@ class CacheEvents:
 class PrefixCache:
     """Keyed blocks: found by group and key, given up when their turn has come."""
 
-    def __init__(
-        self, *, sliding_windows: Sequence[int | None] = (None,), max_events: int = 65_536
-    ) -> None:
+    def __init__(self, *, sliding_windows: Sequence[int | None] = (None,)) -> None:
         """`sliding_windows` says of each group of layers how far back its tokens see."""
         self._forgets = tuple(window is not None for window in sliding_windows)
         reach = [math.inf if window is None else window for window in sliding_windows]
@@ -136,8 +134,10 @@ class PrefixCache:
         self._blocks: tuple[dict[BlockKey, BlockId], ...] = tuple({} for _ in sliding_windows)
         self._idle: OrderedDict[BlockId, None] = OrderedDict()
         """Keyed blocks that nobody holds; the first is given up first."""
-        self._events: deque[CacheEvent] = deque(maxlen=max_events)
+        self._events: deque[CacheEvent] = deque(maxlen=0)
         self._num_lost = 0
+        self.num_stored = 0
+        """Blocks that were given a key so far."""
         self.num_evicted = 0
         """Blocks given up so far."""
 
@@ -183,6 +183,7 @@ class PrefixCache:
         entry = BlockStored(key=key, parent=parent, group=group)
         self._entries[block_id] = entry
         self._blocks[group][key] = block_id
+        self.num_stored += 1
         self._tell(entry)
 
     def let_go(self, block_id: BlockId) -> None:
@@ -228,8 +229,16 @@ class PrefixCache:
             self._drop(block_id)
         return idle
 
+    def follow(self, *, max_events: int = 65_536) -> None:
+        """Keep what is stored and evicted from now on for `take_events`, the last max_events.
+
+        Until then nothing is kept: an event costs memory, and most caches are followed by nobody.
+        """
+        self._events = deque(maxlen=max_events)
+        self._num_lost = 0
+
     def take_events(self) -> CacheEvents:
-        """What was stored and evicted since the call before."""
+        """What was stored and evicted since the call before, or since `follow`."""
         taken = CacheEvents(events=tuple(self._events), num_lost=self._num_lost)
         self._events.clear()
         self._num_lost = 0

@@ -26,7 +26,7 @@ from workers.engine.block_table import ONE_FULL_GROUP
 from workers.engine.events import Event, SequenceAborted, SequenceReleased
 from workers.engine.holdings import Holdings
 from workers.engine.pace import Load, StepPace
-from workers.engine.prefix_cache import CacheEvents, PrefixScope
+from workers.engine.prefix_cache import PrefixScope
 from workers.engine.progress import Progress
 from workers.engine.roster import Roster
 from workers.engine.rows import decode_row, prompt_chunk
@@ -57,6 +57,8 @@ class Totals:
     """Prompt tokens of sequences that were looked up in the prefix cache."""
     hit_tokens: int
     """Those of them that were found there."""
+    stored_blocks: int
+    """Blocks that the prefix cache took."""
     evicted_blocks: int
     """Blocks that the prefix cache gave up."""
     finished: int
@@ -124,6 +126,7 @@ class Scheduler:
             output_tokens=self._progress.num_output_tokens,
             queried_tokens=self._holdings.sharing.num_queried_tokens,
             hit_tokens=self._holdings.sharing.num_hit_tokens,
+            stored_blocks=self.pool.cache.num_stored,
             evicted_blocks=self.pool.cache.num_evicted,
             finished=endings.finished,
             aborted=endings.aborted,
@@ -160,10 +163,6 @@ class Scheduler:
     def take_events(self) -> list[Event]:
         """What happened since the call before, in order."""
         return self._roster.take_events()
-
-    def take_cache_events(self) -> CacheEvents:
-        """What the prefix cache stored and gave up since the call before."""
-        return self.pool.cache.take_events()
 
     def check_invariants(self) -> None:
         """Raise AssertionError, with the invariant's id, if the state contradicts itself."""

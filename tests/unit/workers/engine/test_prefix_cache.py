@@ -7,6 +7,7 @@ from workers.engine.prefix_cache import (
     BlockEvicted,
     BlockKey,
     BlockStored,
+    CacheEvents,
     PrefixCache,
     PrefixScope,
 )
@@ -22,9 +23,10 @@ def keys_of(tokens=TOKENS, *, salt="", scope=SCOPE):
     return chain.keys
 
 
-def filled(*links, **options):
-    """A cache of (block, key, parent), all held."""
+def filled(*links, max_events=100, **options):
+    """A cache of (block, key, parent), all held, which somebody follows."""
     cache = PrefixCache(**options)
+    cache.follow(max_events=max_events)
     for block_id, key, parent in links:
         cache.store(BlockId(block_id), key, parent)
     return cache
@@ -173,6 +175,7 @@ def test_a_key_has_a_block_in_each_group():
 def in_groups(*windows):
     """Key A in every group, in blocks 10, 11, ..., which nobody holds."""
     cache = PrefixCache(sliding_windows=windows)
+    cache.follow()
     for group in range(len(windows)):
         cache.store(BlockId(10 + group), A, None, group=group)
         cache.let_go(BlockId(10 + group))
@@ -237,6 +240,19 @@ def test_events_tell_what_was_stored_and_evicted_once():
     )
     assert taken.num_lost == 0
     assert cache.take_events().events == ()
+
+
+def test_for_nobody_nothing_is_kept_but_counts():
+    cache = PrefixCache()
+    cache.store(BlockId(10), A, None)
+    cache.store(BlockId(11), B, A)
+    cache.let_go(BlockId(11))
+    cache.evict()
+    assert (cache.num_stored, cache.num_evicted) == (2, 1)
+    assert cache.take_events() == CacheEvents(events=(), num_lost=3)
+    cache.follow()
+    cache.store(BlockId(11), B, A)
+    assert cache.take_events() == CacheEvents(events=(BlockStored(key=B, parent=A),), num_lost=0)
 
 
 def test_events_that_nobody_takes_are_bounded_and_the_loss_is_told():

@@ -34,6 +34,7 @@ PREFILL_ONLY = SequenceMode.PREFILL_ONLY
 def warm_scheduler(*, prompt: int = 10, max_tokens: int = 1, **options: int) -> Scheduler:
     """A scheduler that has computed one prompt, in the empty salt, and is idle."""
     scheduler = make_scheduler(scope=SCOPE, **options)
+    scheduler.pool.cache.follow()
     scheduler.submit(make_spec(0, prompt=prompt, max_tokens=max_tokens), 0.0)
     run_dry(scheduler)
     scheduler.take_events()
@@ -112,6 +113,7 @@ def test_cached_blocks_are_room_for_who_needs_it():
     assert scheduler.status_of(ONE) is SequenceStatus.PREFILLING
     assert scheduler.pool.counts().cached == 2
     assert scheduler.totals.evicted_blocks == 3
+    assert scheduler.totals.stored_blocks == 5
     scheduler.check_invariants()
 
 
@@ -165,7 +167,7 @@ def test_cache_events_name_each_block_with_the_one_before_it():
     scheduler = warm_scheduler(prompt=10)
     chain = SCOPE.chain("")
     chain.extend(range(8), 2)
-    assert scheduler.take_cache_events().events == (
+    assert scheduler.pool.cache.take_events().events == (
         BlockStored(key=chain.keys[0], parent=None),
         BlockStored(key=chain.keys[1], parent=chain.keys[0]),
     )
@@ -215,11 +217,12 @@ def test_equal_prompts_in_one_step_end_up_with_the_same_blocks():
 
 def test_block_that_fills_in_two_chunks_is_found_after_the_second():
     scheduler = make_scheduler(scope=SCOPE, step_tokens=4, prefill_chunk_tokens=3)
+    scheduler.pool.cache.follow()
     scheduler.submit(make_spec(0, prompt=6), 0.0)
     step(scheduler)
-    assert scheduler.take_cache_events().events == ()
+    assert scheduler.pool.cache.take_events().events == ()
     step(scheduler)
-    assert len(scheduler.take_cache_events().events) == 1
+    assert len(scheduler.pool.cache.take_events().events) == 1
 
 
 def test_kv_that_led_to_nonsense_is_found_by_nobody():
