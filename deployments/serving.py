@@ -106,24 +106,27 @@ def _draining(cluster: LocalCluster) -> Iterator[None]:
     try:
         yield
     finally:
-        if _serves(cluster):
+        running = _running(cluster)
+        if "Front" in running:
             _say(f"Stopping; running requests have {_DRAIN_S:g} s to finish ...")
-            _drain(cluster)
+            _drain(cluster, has_workers="Decode" in running)
 
 
-def _serves(cluster: LocalCluster) -> bool:
-    """Whether there is a decode worker that may have requests."""
+def _running(cluster: LocalCluster) -> frozenset[str]:
+    """The deployments that have a replica: a Front has requests that wait for a decode worker."""
     deployments = [item for app in cluster.status().applications for item in app.deployments]
-    return any(item.name == "Decode" and item.num_running for item in deployments)
+    return frozenset(item.name for item in deployments if item.num_running)
 
 
-def _drain(cluster: LocalCluster) -> None:
+def _drain(cluster: LocalCluster, *, has_workers: bool) -> None:
     """Fronts first: to one that knows nothing, a worker that stops is one to wait for again.
 
     And Fronts last: what has no worker, or one that does not drain, hears of nobody else.
     """
     _ask_all(cluster, "Front", "stop_resuming", timeout_s=_FRONT_TIMEOUT_S)
-    _ask_all(cluster, "Decode", "drain", _DRAIN_S, timeout_s=_DRAIN_S + _DRAIN_MARGIN_S)
+    if has_workers:
+        timeout_s = _DRAIN_S + _DRAIN_MARGIN_S
+        _ask_all(cluster, "Decode", "drain", _DRAIN_S, timeout_s=timeout_s)
     _ask_all(cluster, "Front", "end_all", timeout_s=_FRONT_TIMEOUT_S)
     time.sleep(_LAST_REPLIES_S)
 
