@@ -152,7 +152,7 @@ _WORKERS = (
     _gauge(
         "baton_link_info",
         "1 for the transport that KV from a peer moves over, and why: only_one (settings), "
-        "same_host, other_host, unknown_host, not_offered, broken, best.",
+        "same_host, other_host, unknown_host, not_offered, other_memory, broken, best.",
         "peer",
         "transport",
         "reason",

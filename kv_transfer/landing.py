@@ -19,7 +19,7 @@ from kv_transfer.handoff import GrantedBlock
 from kv_transfer.protocol import Fetch
 from kv_transfer.repack import BlockShape, Box, RepackPlan
 from kv_transfer.shared_memory import SharedRegion
-from kv_transfer.transport import BlockMemory
+from kv_transfer.transport import BlockMemory, MemoryKind
 
 __all__ = ["InPlace", "Landing", "Repacked", "copy_box"]
 
@@ -136,6 +136,7 @@ class _Scratch:
     def __init__(self, num_blocks: int, bytes_per_block: int) -> None:
         self.num_blocks = num_blocks
         self.bytes_per_block = bytes_per_block
+        self.kind: MemoryKind = "host"
         self.region: SharedRegion | None = None
         self._bytes = memoryview(bytearray(num_blocks * bytes_per_block))
 

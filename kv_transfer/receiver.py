@@ -103,10 +103,7 @@ class KVReceiver:
         self._memory = memory
         self._me = me
         self._transports = {transport.name: transport for transport in transports}
-        usable = [
-            Offer(name=transport.name, cross_host=transport.capabilities.cross_host)
-            for transport in transports
-        ]
+        usable = [Offer.of(transport) for transport in transports]
         self._offers = (*usable[:-1], *broken, *usable[-1:])
         self._links: dict[str, Choice] = {}
         self._renew_every_s = lease_s / RENEWALS_PER_LEASE
@@ -223,7 +220,7 @@ class KVReceiver:
         return offers
 
     def _transport_to(self, peer: PeerInfo, offers: Sequence[Offer]) -> Transport:
-        choice = choose(offers, self._me, peer)
+        choice = choose(offers, self._me, peer, self._memory.kind)
         if self._links.get(peer.worker_id) != choice:
             logger.info(
                 "link peer=%s transport=%s reason=%s",

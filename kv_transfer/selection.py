@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kv_transfer.handoff import PeerInfo
-from kv_transfer.transport import LinkRefusedError
+from kv_transfer.transport import LinkRefusedError, MemoryKind, Transport
 
-__all__ = ["Choice", "LinkReason", "Offer", "choose"]
+__all__ = ["Choice", "LinkReason", "Offer", "check_memory", "choose"]
 
 
 class LinkReason(Enum):
@@ -25,6 +25,8 @@ class LinkReason(Enum):
     """A better one needs one host, and a worker cannot tell on which it is."""
     NOT_OFFERED = "not_offered"
     """A better one is not offered by the peer: its memory cannot be shared."""
+    OTHER_MEMORY = "other_memory"
+    """A better one does not move blocks of memory of this kind."""
     BROKEN = "broken"
     """A better one does not start on this worker's host."""
     BEST = "best"
@@ -37,8 +39,19 @@ class Offer:
 
     name: str
     cross_host: bool
+    memory_kinds: frozenset[MemoryKind] = frozenset({"host"})
     is_broken: bool = False
     """It is wanted, and does not start here."""
+
+    @classmethod
+    def of(cls, transport: Transport) -> Offer:
+        """One that works."""
+        abilities = transport.capabilities
+        return cls(
+            name=transport.name,
+            cross_host=abilities.cross_host,
+            memory_kinds=abilities.memory_kinds,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +62,17 @@ class Choice:
     reason: LinkReason
 
 
-def choose(offers: Sequence[Offer], me: PeerInfo, peer: PeerInfo) -> Choice:
-    """The first of `offers`, best first, that the peer has too and that reaches it.
+def choose(
+    offers: Sequence[Offer], me: PeerInfo, peer: PeerInfo, memory: MemoryKind = "host"
+) -> Choice:
+    """The first of `offers`, best first, that the peer has too, that reaches it and this `memory`.
 
     Raises `LinkRefusedError` if there is none; it names both hosts where they are the obstacle.
     """
+    check_memory(offers, memory)
     obstacles: list[LinkReason] = []
     for offer in offers:
-        obstacle = _obstacle(offer, me, peer)
+        obstacle = _obstacle(offer, me, peer, memory)
         if obstacle is None:
             return Choice(transport=offer.name, reason=_reason(offers, offer, obstacles))
         obstacles.append(obstacle)
@@ -72,7 +88,19 @@ def choose(offers: Sequence[Offer], me: PeerInfo, peer: PeerInfo) -> Choice:
     )
 
 
-def _obstacle(offer: Offer, me: PeerInfo, peer: PeerInfo) -> LinkReason | None:
+def check_memory(offers: Sequence[Offer], memory: MemoryKind) -> None:
+    """Refuse a pool that no transport moves blocks of: `LinkRefusedError`."""
+    if not any(memory in offer.memory_kinds for offer in offers):
+        names = " or ".join(offer.name for offer in offers)
+        raise LinkRefusedError(
+            f"transport {names} moves no blocks of a pool in {memory} memory; put the pool in host "
+            "memory"
+        )
+
+
+def _obstacle(offer: Offer, me: PeerInfo, peer: PeerInfo, memory: MemoryKind) -> LinkReason | None:
+    if memory not in offer.memory_kinds:
+        return LinkReason.OTHER_MEMORY
     if offer.is_broken:
         return LinkReason.BROKEN
     if peer.endpoint(offer.name) is None:

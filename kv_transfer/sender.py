@@ -28,6 +28,7 @@ from kv_transfer.handoff import (
 )
 from kv_transfer.lease import LeaseTable
 from kv_transfer.logprobs import TokenLogprobs
+from kv_transfer.selection import Offer, check_memory
 from kv_transfer.transfer_thread import TransferThread
 from kv_transfer.transport import BlockMemory, BlockServer, Clock, LinkRefusedError, Transport
 
@@ -70,7 +71,11 @@ class KVSender:
         clock: Clock = time.monotonic,
         sweep_s: float = 0.25,
     ) -> None:
-        """Prepare to serve `memory`; `generation_of` must be safe to call from another thread."""
+        """Prepare to serve `memory`; `generation_of` must be safe to call from another thread.
+
+        Raises `LinkRefusedError` if no transport moves blocks of such memory.
+        """
+        check_memory([Offer.of(transport) for transport in transports], memory.kind)
         self._memory = memory
         self._me = me
         self._transports = tuple(transports)

@@ -65,6 +65,9 @@ class InvalidTransferError(TransferError):
     """The owner says that the blocks changed while they were read."""
 
 
+MemoryKind = Literal["host", "cuda"]
+"""Where a pool lies: `host` memory has an address in this process, `cuda` memory has none."""
+
 DataPath = Literal["host", "authenticated", "encrypted", "open"]
 """Who can get at a transport's blocks on their way: `host` is processes of the same user that were
 let in; `authenticated`, on a network that can be read, who proved to know the secret when it
@@ -74,13 +77,20 @@ sockets of a library that asks for no proof."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a transport can and cannot do; decides how the layers above use it."""
+    """What a transport can and cannot do.
+
+    Links are chosen by where it reaches and which memory it moves, `auto` by its data path, and
+    what it may write to by its fence; the rest `baton check` says, for who runs it.
+    """
 
     one_sided: bool
+    """Whether blocks are read without their owner sending them."""
     peer_must_poll: bool
+    """Whether a transfer stands still while the owner's process does."""
     fence: Literal["on_close", "on_abort", "on_agent_restart"]
     """What must have happened before destination blocks of a failed transfer are safe to reuse."""
-    memory_kinds: frozenset[Literal["host", "cuda"]]
+    memory_kinds: frozenset[MemoryKind]
+    """Of the pools that it reads from and writes to."""
     cross_host: bool
     data_path: DataPath
 
@@ -97,11 +107,18 @@ class BlockMemory(Protocol):
         """Number of blocks."""
 
     @property
+    def kind(self) -> MemoryKind:
+        """Where they are; in any but host memory, `block` has nothing to show."""
+
+    @property
     def region(self) -> SharedRegion | None:
         """What other processes may map: block i begins at i * bytes_per_block. None: nothing."""
 
     def block(self, block_id: BlockId) -> memoryview:
-        """A writable, contiguous, byte-typed view of one block; no copy."""
+        """A writable, contiguous, byte-typed view of one block; no copy.
+
+        TypeError where there is none.
+        """
 
 
 class GrantAuthority(Protocol):

@@ -94,6 +94,7 @@ def build_prefill_worker(
         security,
         rdma_outlook(settings.transfer),
         has_region=region is not None,
+        device=settings.model.device,
     )
     worker: PrefillWorker
     sender = KVSender(
@@ -131,7 +132,11 @@ def build_decode_worker(
     receiver = None
     if security is not None:
         transports = build_transports(
-            settings.transfer, security, rdma_outlook(settings.transfer), has_region=True
+            settings.transfer,
+            security,
+            rdma_outlook(settings.transfer),
+            has_region=True,
+            device=settings.model.device,
         )
         receiver = KVReceiver(
             memory=memory,

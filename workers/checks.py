@@ -6,17 +6,17 @@ it, with the same sentences.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 from typing import Literal
 
 from configs.addresses import is_loopback
 from configs.schema import TransferSettings
 from kv_transfer.compatibility import check_compatible
 from kv_transfer.handoff import PeerInfo
-from kv_transfer.transport import DataPath, LinkRefusedError
+from kv_transfer.transport import LinkRefusedError
+from kv_transfer.transport_kinds import CAPABILITIES
 from kv_transfer.transports.pair_plan import MESSAGE_BYTES, WINDOW
 from kv_transfer.transports.pair_table import MAX_PAIRS
 from kv_transfer.ucx_device import NIXL_IS_MISSING, RdmaOutlook
@@ -24,11 +24,11 @@ from workers.errors import PoolTooSmallError, WorkerError
 from workers.runner_choice import RunnerChoice
 
 __all__ = [
-    "DATA_PATHS",
     "INV_POOL_WINDOW",
     "Check",
     "Outcome",
     "Role",
+    "check_capabilities",
     "check_cores",
     "check_data_path",
     "check_link",
@@ -46,11 +46,6 @@ __all__ = [
 Role = Literal["decode", "prefill"]
 
 INV_POOL_WINDOW = "INV-POOL-WINDOW"
-
-DATA_PATHS: Mapping[str, DataPath] = MappingProxyType(
-    {"shm": "host", "tcp": "authenticated", "nixl": "open", "torch": "open"}
-)
-"""What transports declare in their `Capabilities`, here since `baton check` loads none of them."""
 
 
 class Outcome(Enum):
@@ -141,15 +136,30 @@ def check_transfer(
     return [
         check_transport(settings, shares_memory, rdma),
         *(
-            check_data_path(transport, settings)
+            check
             for transport in _candidates(settings, shares_memory, rdma)
+            for check in (check_capabilities(transport), check_data_path(transport, settings))
         ),
     ]
 
 
+def check_capabilities(transport: str) -> Check:
+    """What a transport needs of both workers; a statement, nothing can be wrong with it."""
+    abilities = CAPABILITIES[transport]
+    sends = "reads blocks by itself" if abilities.one_sided else "is given blocks by prefill"
+    stops = ", and waits while prefill's process is stopped" if abilities.peer_must_poll else ""
+    reach = "within and between hosts" if abilities.cross_host else "within a host"
+    kinds = " or ".join(sorted(abilities.memory_kinds))
+    return Check(
+        id="CAPABILITIES",
+        outcome=Outcome.HOLDS,
+        sentence=f"{transport}: {reach}, for pools in {kinds} memory; decode {sends}{stops}.",
+    )
+
+
 def check_data_path(transport: str, settings: TransferSettings) -> Check:
     """Who can get at the blocks that a transport moves; a warning where a network can."""
-    path = DATA_PATHS[transport]
+    path = CAPABILITIES[transport].data_path
     if path == "authenticated" and settings.tls is not None:
         path = "encrypted"
     outcome = Outcome.HOLDS
@@ -207,7 +217,8 @@ def check_transport(settings: TransferSettings, shares_memory: bool, rdma: RdmaO
     elif wanted == "torch":
         staging = format_bytes(MAX_PAIRS * WINDOW * MESSAGE_BYTES)
         sentence = (
-            "KV moves over torch.distributed (Gloo; NCCL was not run): transfer.transport says so. "
+            "KV moves over torch.distributed (Gloo; NCCL, which a GPU model would take, was not "
+            "run): transfer.transport says so. "
             f"A worker keeps up to {MAX_PAIRS} process groups, which take {staging} at most."
         )
     elif shares_memory:

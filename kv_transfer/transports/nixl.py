@@ -30,13 +30,14 @@ from kv_transfer.polling import PollPace
 from kv_transfer.transport import (
     BlockMemory,
     BlockServer,
-    Capabilities,
     CorruptTransferError,
     FetchSession,
     GrantAuthority,
+    MemoryKind,
     PeerLostError,
     TransferError,
 )
+from kv_transfer.transport_kinds import CAPABILITIES
 from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket
 from kv_transfer.transports.link_security import LinkSecurity
@@ -73,14 +74,7 @@ class NixlTransport:
     """Blocks by READ from a peer's agent; control over one TCP connection per transfer."""
 
     name = "nixl"
-    capabilities = Capabilities(
-        one_sided=True,
-        peer_must_poll=True,
-        fence="on_agent_restart",
-        memory_kinds=frozenset({"host"}),
-        cross_host=True,
-        data_path="open",
-    )
+    capabilities = CAPABILITIES["nixl"]
 
     def __init__(
         self,
@@ -150,6 +144,7 @@ class _TrialMemory:
 
     bytes_per_block = 4096
     num_blocks = 1
+    kind: MemoryKind = "host"
     region = None
 
     def __init__(self) -> None:

@@ -37,7 +37,6 @@ from kv_transfer.shared_memory import SharedMapping
 from kv_transfer.transport import (
     BlockMemory,
     BlockServer,
-    Capabilities,
     CorruptTransferError,
     FetchSession,
     GrantAuthority,
@@ -45,6 +44,7 @@ from kv_transfer.transport import (
     PeerLostError,
     TransferError,
 )
+from kv_transfer.transport_kinds import CAPABILITIES
 from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket, peer_credentials
 from kv_transfer.transports.link_security import LinkSecurity
@@ -63,14 +63,7 @@ class ShmTransport:
     """Blocks of a worker on the same host, by memory; control over one Unix socket per transfer."""
 
     name = "shm"
-    capabilities = Capabilities(
-        one_sided=False,
-        peer_must_poll=True,
-        fence="on_close",
-        memory_kinds=frozenset({"host"}),
-        cross_host=False,
-        data_path="host",
-    )
+    capabilities = CAPABILITIES["shm"]
 
     def __init__(self, *, secret: Secret, timings: StreamTimings | None = None) -> None:
         """Neither end needs an address: a server makes one up."""

@@ -14,10 +14,10 @@ from kv_transfer.handoff import GrantedBlock, PeerInfo, TransferKey
 from kv_transfer.transport import (
     BlockMemory,
     BlockServer,
-    Capabilities,
     FetchSession,
     GrantAuthority,
 )
+from kv_transfer.transport_kinds import CAPABILITIES
 from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket
 from kv_transfer.transports.link_security import LinkSecurity
@@ -32,14 +32,7 @@ class TcpTransport:
     """Blocks over one TCP connection per transfer."""
 
     name = "tcp"
-    capabilities = Capabilities(
-        one_sided=False,
-        peer_must_poll=True,
-        fence="on_close",
-        memory_kinds=frozenset({"host"}),
-        cross_host=True,
-        data_path="authenticated",
-    )
+    capabilities = CAPABILITIES["tcp"]
 
     def __init__(
         self,

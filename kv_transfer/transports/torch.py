@@ -19,10 +19,10 @@ from kv_transfer.handoff import PeerInfo, TransferKey
 from kv_transfer.transport import (
     BlockMemory,
     BlockServer,
-    Capabilities,
     FetchSession,
     GrantAuthority,
 )
+from kv_transfer.transport_kinds import CAPABILITIES
 from kv_transfer.transports.group_backends import GlooBackend
 from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.pair_table import PairLimits, PairTable
@@ -39,14 +39,7 @@ class TorchTransport:
     """Blocks over a process group for each peer; control over one TCP connection per transfer."""
 
     name = "torch"
-    capabilities = Capabilities(
-        one_sided=False,
-        peer_must_poll=True,
-        fence="on_abort",
-        memory_kinds=frozenset({"host"}),
-        cross_host=True,
-        data_path="open",
-    )
+    capabilities = CAPABILITIES["torch"]
 
     def __init__(
         self,

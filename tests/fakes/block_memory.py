@@ -7,10 +7,13 @@ import random
 from kv_transfer.geometry import BlockId, LogicalBlock, ceil_div
 from kv_transfer.handoff import GrantedBlock, PeerInfo, TransferKey
 from kv_transfer.shared_memory import SharedRegion
+from kv_transfer.transport import MemoryKind
 
 
 class ByteMemory:
     """`BlockMemory` in a region or a bytearray, with the generation counters of a pool."""
+
+    kind: MemoryKind = "host"
 
     def __init__(self, num_blocks: int, bytes_per_block: int, *, shared: bool = False) -> None:
         size = num_blocks * bytes_per_block

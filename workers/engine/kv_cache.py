@@ -15,6 +15,7 @@ import torch
 
 from kv_transfer.geometry import BlockId, KVLayout
 from kv_transfer.shared_memory import SharedRegion
+from kv_transfer.transport import MemoryKind
 
 __all__ = ["KVCache", "torch_dtype"]
 
@@ -96,6 +97,11 @@ class KVCache:
         self._bytes = self._host_bytes()
         if poison:
             self.poison(BlockId(block_id) for block_id in range(num_blocks))
+
+    @property
+    def kind(self) -> MemoryKind:
+        """Where the blocks are, for transports."""
+        return "host" if self._bytes is not None else "cuda"
 
     @property
     def bytes_per_block(self) -> int:

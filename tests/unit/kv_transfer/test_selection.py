@@ -61,3 +61,14 @@ def test_shared_memory_between_two_hosts_is_refused_with_both():
 def test_no_transport_in_common_is_refused_with_both_lists():
     with pytest.raises(LinkRefusedError, match=r"p offers \['tcp'\], d has \['shm'\]"):
         choose([BROKEN, SHM], worker("d"), worker("p", transports=["tcp"]))
+
+
+def test_memory_that_a_better_transport_does_not_move_takes_the_next():
+    gpu = Offer(name="tcp", cross_host=True, memory_kinds=frozenset({"host", "cuda"}))
+    choice = choose([SHM, gpu], worker("d"), worker("p"), "cuda")
+    assert (choice.transport, choice.reason) == ("tcp", LinkReason.OTHER_MEMORY)
+
+
+def test_memory_that_no_transport_moves_is_refused_with_the_way_out():
+    with pytest.raises(LinkRefusedError, match="shm or tcp moves no blocks of a pool in cuda"):
+        choose([SHM, TCP], worker("d"), worker("p"), "cuda")

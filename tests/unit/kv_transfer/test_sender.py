@@ -6,8 +6,9 @@ import pytest
 
 from kv_transfer.geometry import BlockId
 from kv_transfer.handoff import ReleaseReason, Verdict
+from kv_transfer.sender import KVSender
 from kv_transfer.transport import LinkRefusedError
-from tests.fakes.block_memory import transfer_key
+from tests.fakes.block_memory import ByteMemory, peer_info, transfer_key
 from tests.fakes.clock import FakeClock
 from tests.fakes.kv_link import FIRST, kv_link
 from tests.fakes.transport import Fault, FaultKind, FaultyTransport
@@ -147,3 +148,16 @@ async def test_a_start_that_fails_leaves_no_thread():
         async with kv_link(Broken()):
             pass
     assert not [t for t in threading.enumerate() if t.name.startswith("kv-")]
+
+
+async def test_memory_that_no_transport_moves_is_refused_before_anything_listens():
+    memory = ByteMemory(2, 8)
+    memory.kind = "cuda"
+    with pytest.raises(LinkRefusedError, match="faulty moves no blocks of a pool in cuda memory"):
+        KVSender(
+            memory=memory,
+            me=peer_info("prefill-0", "p-1", bytes_per_block=8),
+            generation_of=memory.generation_of,
+            transports=[FaultyTransport()],
+            on_end=lambda key, reason: None,
+        )

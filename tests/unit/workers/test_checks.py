@@ -6,15 +6,16 @@ import pytest
 
 from configs.schema import TlsSettings, TransferSettings
 from kv_transfer.handoff import PeerInfo
+from kv_transfer.transport_kinds import CAPABILITIES
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.torch import TorchTransport
 from kv_transfer.ucx_device import RdmaOutlook
 from workers.checks import (
-    DATA_PATHS,
     INV_POOL_WINDOW,
     Outcome,
+    check_capabilities,
     check_data_path,
     check_link,
     check_pool_window,
@@ -132,7 +133,7 @@ def test_link_is_refused_when_the_decode_side_lacks_the_window() -> None:
         ("auto", False, Outcome.HOLDS, "over tcp: this host lets no process share memory"),
         ("tcp", True, Outcome.HOLDS, "over tcp: transfer.transport says so"),
         ("torch", True, Outcome.HOLDS, "16 process groups, which take 64.0 MiB at most"),
-        ("torch", False, Outcome.HOLDS, "Gloo; NCCL was not run"),
+        ("torch", False, Outcome.HOLDS, "Gloo; NCCL, which a GPU model would take, was not run"),
         ("shm", True, Outcome.HOLDS, "over shm: the workers share this host's memory."),
         ("shm", False, Outcome.FAILS, "transfer.transport is shm, but this host"),
     ],
@@ -194,12 +195,23 @@ def test_auto_takes_nothing_open_where_kv_is_to_be_encrypted() -> None:
     checks = check_transfer(transfer("auto", tls=TLS), RDMA, shares_memory=False)
 
     assert "tcp (not nixl, which transfer.tls does not encrypt)" in checks[0].sentence
-    assert [check.sentence.partition(":")[0] for check in checks[1:]] == ["tcp"]
+    assert {check.sentence.partition(":")[0] for check in checks[1:]} == {"tcp"}
 
 
 @pytest.mark.parametrize("transport", [ShmTransport, TcpTransport, NixlTransport, TorchTransport])
 def test_what_is_said_of_a_transport_is_what_it_declares(transport) -> None:
-    assert DATA_PATHS[transport.name] == transport.capabilities.data_path
+    assert CAPABILITIES[transport.name] is transport.capabilities
+
+
+@pytest.mark.parametrize(
+    ("transport", "says"),
+    [
+        ("shm", "shm: within a host, for pools in host memory; decode is given blocks by prefill"),
+        ("nixl", "nixl: within and between hosts, for pools in host memory; decode reads blocks"),
+    ],
+)
+def test_the_plan_says_what_a_transport_can_do(transport: str, says: str) -> None:
+    assert check_capabilities(transport).sentence.startswith(says)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,27 @@ def test_auto_has_every_one_but_torch_best_first(monkeypatch: pytest.MonkeyPatch
     assert names(built("nixl")) == ["nixl"]
 
 
+def test_between_gpus_torch_takes_nccl_and_is_refused_with_the_reason_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = TransferSettings(transport="torch")
+    made: list[int] = []
+
+    class Nccl:
+        def __init__(self, *, device: int, connect_s: float) -> None:
+            if made:
+                raise RuntimeError("this torch has no NCCL")
+            made.append(device)
+
+    monkeypatch.setattr("workers.transport_set.NcclBackend", Nccl)
+
+    build_transports(settings, SECURITY, RDMA, has_region=False, device="cuda")
+
+    assert made == [0]
+    with pytest.raises(WorkerError, match=r"model\.device cuda: this torch has no NCCL"):
+        build_transports(settings, SECURITY, RDMA, has_region=False, device="cuda")
+
+
 @pytest.mark.parametrize("has_package", [True, False])
 def test_auto_goes_on_without_nixl_that_does_not_start_and_says_so(
     has_package: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -171,6 +171,8 @@ def test_a_block_that_does_not_exist_is_refused(kv_cache, block_id):
 def test_memory_off_the_host_has_no_bytes_to_show(layout):
     kv_cache = KVCache(layout, 1, device="meta")
 
+    assert kv_cache.kind == "cuda"
+    assert KVCache(layout, 1).kind == "host"
     with pytest.raises(TypeError, match="meta"):
         kv_cache.block(BlockId(0))
 

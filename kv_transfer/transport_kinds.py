@@ -1,0 +1,53 @@
+"""What each kind of transport can do, in one place: workers choose by it, `baton check` shows it.
+
+Pure, so that a plan can be made without loading any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from kv_transfer.transport import Capabilities, MemoryKind
+
+__all__ = ["CAPABILITIES"]
+
+_HOST: frozenset[MemoryKind] = frozenset({"host"})
+
+CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
+    {
+        "shm": Capabilities(
+            one_sided=False,
+            peer_must_poll=True,
+            fence="on_close",
+            memory_kinds=_HOST,
+            cross_host=False,
+            data_path="host",
+        ),
+        "tcp": Capabilities(
+            one_sided=False,
+            peer_must_poll=True,
+            fence="on_close",
+            memory_kinds=_HOST,
+            cross_host=True,
+            data_path="authenticated",  # unless it is inside TLS
+        ),
+        "nixl": Capabilities(
+            one_sided=True,
+            peer_must_poll=True,
+            fence="on_agent_restart",
+            memory_kinds=_HOST,
+            cross_host=True,
+            data_path="open",
+        ),
+        "torch": Capabilities(
+            one_sided=False,
+            peer_must_poll=True,
+            fence="on_abort",
+            memory_kinds=_HOST,  # with NCCL too, which stages it
+            cross_host=True,
+            data_path="open",
+        ),
+    }
+)
+"""By the transport's name."""
