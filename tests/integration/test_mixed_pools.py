@@ -19,8 +19,8 @@ POOLS = [(2, 2), (2, 1), (1, 2), (3, 2)]
 
 
 @pytest.fixture(params=STREAM_KINDS, ids=lambda kind: kind.name)
-def transport(request):
-    return request.param.transport
+def kind(request):
+    return request.param
 
 
 def uneven(num_prefill: int, num_decode: int) -> RigConfig:
@@ -49,9 +49,9 @@ async def served(client: Client, prompt: list[int]) -> str:
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), POOLS)
-async def test_uneven_pools_serve_every_prompt_right(transport, num_prefill, num_decode):
+async def test_uneven_pools_serve_every_prompt_right(kind, num_prefill, num_decode):
     config = uneven(num_prefill, num_decode)
-    async with worker_rig(config, transport=transport(), another=transport) as rig:
+    async with worker_rig(config, transport=kind.transport(), another=kind.transport) as rig:
         prompts = make_prompts(seed=num_prefill * 10 + num_decode)
         clients = [
             Client(
@@ -67,15 +67,15 @@ async def test_uneven_pools_serve_every_prompt_right(transport, num_prefill, num
         for end in rig.decode_ends:
             links = end.receiver.stats().links
             assert set(links) <= set(places)
-            assert {choice.transport for choice in links.values()} == {transport.name}
+            assert {choice.transport for choice in links.values()} == {kind.name}
             assert end.worker.stats()[2].placed("fallback") == 0
 
 
 @pytest.mark.parametrize("num_decode", [1, 2])
-async def test_a_prefill_worker_that_goes_costs_no_wrong_token(transport, num_decode):
+async def test_a_prefill_worker_that_goes_costs_no_wrong_token(kind, num_decode):
     """It goes with prompts under way: each is computed by the other one, or where it decodes."""
     config = uneven(2, num_decode)
-    async with worker_rig(config, transport=transport(), another=transport) as rig:
+    async with worker_rig(config, transport=kind.transport(), another=kind.transport) as rig:
         going = rig.prefill_sides[0]
         going.runner.hold()
         prompts = make_prompts(seed=num_decode)
