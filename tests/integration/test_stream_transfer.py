@@ -71,12 +71,13 @@ async def test_a_killed_owner_is_lost_at_once_and_another_one_serves(kind):
 
 async def test_memory_of_an_owner_that_died_is_given_back_at_once():
     """Also where no transfer is under way that would notice its death."""
+    others = set(arenas_mapped())  # a test that failed before this one keeps its own
     async with Decode(SHM, 4096) as decode:
         async with owner_process(SHM, 4096) as owner:
             await shuffled_handoff(owner, decode, "t", seed=1)
-            assert len(arenas_mapped()) == 1
+            assert len(set(arenas_mapped()) - others) == 1
             owner.signal(signal.SIGKILL)
-            await until(lambda: arenas_mapped() == [])
+            await until(lambda: set(arenas_mapped()) <= others)
         async with owner_process(SHM, 4096, name="p2") as other:
             await shuffled_handoff(other, decode, "u", seed=2)
 
