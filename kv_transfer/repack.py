@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.geometry import KVLayout, ceil_div
+from kv_transfer.geometry import ceil_div
 
 __all__ = ["BlockShape", "Box", "RepackPlan", "Span"]
 
@@ -32,17 +32,6 @@ class BlockShape:
     """Bytes of one head's K, or V, of one token."""
     first_head: int = 0
     """Which of the model's KV heads is the first one here."""
-
-    @staticmethod
-    def of(layout: KVLayout) -> BlockShape:
-        """The shape of a layout's blocks, which must all be of one group."""
-        return BlockShape(
-            num_layers=layout.layers_per_block,
-            block_size=layout.block_size,
-            num_heads=layout.num_kv_heads,
-            head_bytes=layout.head_dim * layout.element_bytes,
-            first_head=layout.tp_rank * layout.num_kv_heads,
-        )
 
     @property
     def bytes_per_block(self) -> int:

@@ -20,6 +20,7 @@ from kv_transfer.sender import KVSender
 from kv_transfer.shared_memory import SharedRegion, can_share_memory, sharing_domain
 from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.tls import TlsContexts
+from kv_transfer.ucx_device import RdmaOutlook
 from workers import planning
 from workers.checks import enforce
 from workers.decode import DecodeWorker
@@ -51,6 +52,7 @@ class Site:
     model_path: Path
     info: ModelInfo
     plan: DeploymentPlan
+    rdma: RdmaOutlook
 
 
 def survey(settings: Settings, environ: Mapping[str, str]) -> Site:
@@ -63,15 +65,16 @@ def survey(settings: Settings, environ: Mapping[str, str]) -> Site:
     """
     source = ModelStore(default_cache_dir(environ)).resolve(settings.model.source)
     info = load_model_info(source.path)
+    rdma = rdma_outlook(settings.transfer)
     plan = planning.plan(
         settings,
         facts_from_info(info, settings.model, has_bf16_cpu=has_bf16_cpu()),
         cores=available_cores(),
         shares_memory=can_share_memory(),
-        rdma=rdma_outlook(settings.transfer),
+        rdma=rdma,
     )
     enforce(plan.checks)
-    return Site(model_path=source.path, info=info, plan=plan)
+    return Site(model_path=source.path, info=info, plan=plan, rdma=rdma)
 
 
 def build_prefill_worker(
@@ -92,7 +95,7 @@ def build_prefill_worker(
     transports = build_transports(
         settings.transfer,
         security,
-        rdma_outlook(settings.transfer),
+        site.rdma,
         has_region=region is not None,
         device=settings.model.device,
     )
@@ -134,7 +137,7 @@ def build_decode_worker(
         transports = build_transports(
             settings.transfer,
             security,
-            rdma_outlook(settings.transfer),
+            site.rdma,
             has_region=True,
             device=settings.model.device,
         )
@@ -217,7 +220,7 @@ def _peer_info(plan: DeploymentPlan, worker: WorkerPlan, worker_id: str) -> Peer
 
 def _shared_region(transport: str, size_bytes: int) -> SharedRegion | None:
     """Memory for a pool that decode workers may read themselves; None where they are not to."""
-    if transport in ("tcp", "nixl", "torch"):
+    if transport not in ("auto", "shm"):
         return None
     try:
         return SharedRegion(size_bytes)

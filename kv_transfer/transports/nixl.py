@@ -205,9 +205,6 @@ class _AgentOutlet(BlockOutlet):
         content = self._memory.block(block.block_id)
         return (wire.block_header(identity, FrameType.LOCATED, block, content),)
 
-    def refusal(self, accepted: socket.socket) -> str | None:
-        return None
-
     def delivery(self, key: TransferKey, say: Say) -> Delivery:
         """Says where the blocks are; ends by the agent's failure if there is one."""
         say(FrameType.DIRECTIONS, self._directions)

@@ -68,7 +68,8 @@ class BlockOutlet(Protocol):
         """The frame that gives a block to its reader."""
 
     def refusal(self, accepted: socket.socket) -> str | None:
-        """Why this connection is not to be served, if it is not."""
+        """Why this connection is not to be served, if it is not; most may prove themselves."""
+        return None
 
     def delivery(self, key: TransferKey, say: Say) -> Delivery:
         """For a connection that has been greeted for this transfer.

@@ -198,14 +198,13 @@ class StreamSession:
     ) -> AsyncIterator[GrantedBlock]:
         """Read blocks into their places."""
         landed: asyncio.Queue[GrantedBlock | TransferError] = asyncio.Queue()
-        for block in blocks:
-            destination = self._memory.block(placement[block.logical])
+        places = [self._memory.block(placement[block.logical]) for block in blocks]
+        for block, destination in zip(blocks, places, strict=True):
             self._expected[block.logical] = _Expected(block, destination, landed)
         most = self._source.most_blocks()
         for start in range(0, len(blocks), most):
             part = blocks[start : start + most]
-            places = [self._memory.block(placement[block.logical]) for block in part]
-            await self._source.prepare(self, part, places)
+            await self._source.prepare(self, part, places[start : start + most])
             await self.say(FrameType.FETCH, wire.pack_blocks(part))
         for _ in blocks:
             yield _unwrap(await landed.get())

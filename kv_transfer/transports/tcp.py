@@ -101,6 +101,3 @@ class _SocketOutlet(BlockOutlet):
     def frame(self, identity: Identity, block: GrantedBlock) -> Sequence[bytes | memoryview]:
         payload = self._memory.block(block.block_id)
         return wire.block_header(identity, FrameType.DATA, block, payload), payload
-
-    def refusal(self, accepted: socket.socket) -> str | None:
-        return None

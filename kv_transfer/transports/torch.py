@@ -8,7 +8,7 @@ group with it, and the next one makes another, of a higher epoch.
 
 What tcp checks is checked: the owner authorises each block when it is asked for and digests it for
 its place, the receiver digests what has come. A group's sockets authenticate nobody and encrypt
-nothing; what somebody else sends into them fails the digest.
+nothing, and a digest finds faults, not forgery: a network policy has to keep strangers off them.
 
 The fence is the group's abort: after it nothing lands, whatever the peer still sends.
 """

@@ -52,10 +52,6 @@ class GroupOutlet(BlockOutlet):
         content = self._memory.block(block.block_id)
         return (wire.block_header(identity, FrameType.LOCATED, block, content),)
 
-    def refusal(self, accepted: socket.socket) -> str | None:
-        """Whoever comes may greet."""
-        return None
-
     def delivery(self, key: TransferKey, say: Say) -> Delivery:
         """Turns for one transfer's connection."""
         return _Turns(

@@ -11,16 +11,20 @@ are there at once. Goodput counts requests that meet both targets of their worke
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-from deployments.bench.traces import parse_trace
-from tests.bench.bench_reservation import BLOCK_SIZE, CPU, GPU, Source, at_rate, choose
+from tests.bench.simulated import (
+    BLOCK_SIZE,
+    CPU,
+    GPU,
+    Source,
+    at_rate,
+    chosen,
+    read_options,
+    write_figures,
+)
 from tests.sim.one_worker import Request
 from tests.sim.split import HandoffCost, Split, SplitConfig
 from workers.engine.scheduler_config import SchedulerConfig
@@ -33,7 +37,7 @@ POOLS = ((1, 1), (2, 1))
 FLOOR_TOKENS = 128
 POOL_WINDOWS = 8
 HANDOFFS = {
-    # Measured on two processes of one host over shared memory: some ms to ask, 0.4 ms a block.
+    # Estimated, not measured: some ms to ask, and 0.4 ms a block over shared memory.
     "cpu": HandoffCost(fixed_s=0.010, block_s=0.0004),
     # Given: 128 KiB of KV a token at 12 GB/s, and a round trip or two.
     "gpu": HandoffCost(fixed_s=0.003, block_s=0.00017),
@@ -158,26 +162,13 @@ def table(figures: Sequence[Figures]) -> Iterator[str]:
 
 def main() -> None:
     """Measure everything, print the table, write every figure."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--requests", type=int, default=300, help="of each trace")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="", help="sources whose name has this in it")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    data = Path(os.environ.get("BATON_DATA") or "../shared/data") / "traces"
+    options = read_options(__doc__)
     figures: list[Figures] = []
-    for source in SOURCES:
-        if options.only not in source.name:
-            continue
-        lines = (data / source.trace).read_text().splitlines()
-        requests = choose(parse_trace(source.trace, lines), source, options.requests, options.seed)
+    for source, requests in chosen(options, SOURCES):
         for pools in POOLS:
             figures += measure(source, requests, pools)
     print(*table(figures), sep="\n")
-    if options.json is not None:
-        report = {"requests": options.requests, "seed": options.seed}
-        runs = [asdict(one) for one in figures]
-        options.json.write_text(json.dumps({"options": report, "runs": runs}, indent=1) + "\n")
+    write_figures(options, figures)
 
 
 if __name__ == "__main__":

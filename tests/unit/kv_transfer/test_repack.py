@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from kv_transfer.compatibility import block_shape
 from kv_transfer.geometry import KVLayout
+from kv_transfer.handoff import PeerInfo
 from kv_transfer.repack import BlockShape, RepackPlan
 
 SHAPE = BlockShape(num_layers=2, block_size=4, num_heads=2, head_bytes=8)
@@ -99,6 +101,7 @@ def test_shape_of_a_layout_is_that_of_its_blocks():
         tp_size=4,
         tp_rank=3,
     )
-    shape = BlockShape.of(layout)
+    peer = PeerInfo.of(layout, worker_id="w", incarnation="i", max_model_len=64, pool_tokens=64)
+    shape = block_shape(peer)
     assert shape == BlockShape(num_layers=3, block_size=4, num_heads=2, head_bytes=10, first_head=6)
     assert shape.bytes_per_block == layout.bytes_per_block
