@@ -46,7 +46,7 @@ class Owner:
         self.memory = ByteMemory(arguments["num_blocks"], arguments["bytes_per_block"], shared=True)
         self.memory.fill(arguments["seed"])
         self.me = PeerInfo(**arguments["me"])
-        timings = StreamTimings(keep_alive_s=0.1)
+        timings = StreamTimings(connect_s=20.0, keep_alive_s=0.1)
         self.sender = KVSender(
             memory=self.memory,
             me=self.me,

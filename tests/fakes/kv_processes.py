@@ -24,7 +24,10 @@ from tests.fakes.stream_kinds import StreamKind
 NUM_BLOCKS = 64
 SEED = 1
 MARK = 0x77
-QUICK = StreamTimings(connect_s=2.0, silence_s=0.8)
+PATIENT = StreamTimings(connect_s=20.0, silence_s=20.0)
+"""Longer than anything right takes on any host: what ends earlier was ended by something else."""
+QUICK = StreamTimings(connect_s=3.0, silence_s=1.5)
+"""For tests in which the other side falls silent, and that is to be noticed."""
 
 _FOLDER = Path(__file__).parent
 
@@ -142,6 +145,7 @@ class Decode:
         *,
         num_blocks: int = NUM_BLOCKS,
         lease_s: float = 5.0,
+        timings: StreamTimings = PATIENT,
     ) -> None:
         self.memory = ByteMemory(num_blocks, bytes_per_block)
         self.expected = ByteMemory(NUM_BLOCKS, bytes_per_block)
@@ -150,7 +154,7 @@ class Decode:
         self.receiver = KVReceiver(
             memory=self.memory,
             me=self.me,
-            transports=[kind.transport(timings=QUICK)],
+            transports=[kind.transport(timings=timings)],
             lease_s=lease_s,
         )
 
@@ -264,7 +268,6 @@ async def reader_process(
         "num_blocks": NUM_BLOCKS,
         "bytes_per_block": bytes_per_block,
         "lease_s": lease_s,
-        "silence_s": QUICK.silence_s,
         "transport": kind.label,
         "me": asdict(me),
     }

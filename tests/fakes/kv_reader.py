@@ -36,7 +36,7 @@ class Reader:
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.memory = ByteMemory(arguments["num_blocks"], arguments["bytes_per_block"])
         (kind,) = (kind for kind in ALL_KINDS if kind.label == arguments["transport"])
-        timings = StreamTimings(silence_s=arguments["silence_s"])
+        timings = StreamTimings(connect_s=20.0, silence_s=20.0)  # no owner of its falls silent
         self.receiver = KVReceiver(
             memory=self.memory,
             me=PeerInfo(**arguments["me"]),

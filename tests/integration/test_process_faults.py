@@ -24,6 +24,8 @@ from kv_transfer.transports import wire
 from kv_transfer.transports.wire import FrameType
 from tests.fakes.kv_processes import (
     NUM_BLOCKS,
+    PATIENT,
+    QUICK,
     Decode,
     OwnerProcess,
     ReaderProcess,
@@ -111,7 +113,11 @@ OWNER_STATES = (while_connecting, between_grants, before_the_verdict)
 @pytest.mark.parametrize("in_state", OWNER_STATES, ids=lambda state: state.__name__)
 async def test_reader_outlives_an_owner(kind, in_state, number):
     process = psutil.Process()
-    async with Decode(kind, SIZE) as decode, owner_process(kind, SIZE, name="p2") as other:
+    timings = QUICK if number is STOP else PATIENT  # a stop can be told by silence alone
+    async with (
+        Decode(kind, SIZE, timings=timings) as decode,
+        owner_process(kind, SIZE, name="p2") as other,
+    ):
         await shuffled_handoff(other, decode, "warm", seed=1)
         await until(lambda: "warm" in other.ended)
         gc.collect()

@@ -23,7 +23,7 @@ from kv_transfer.transport import (
     PeerLostError,
 )
 from kv_transfer.transports.wire import FrameType
-from tests.fakes.kv_processes import NUM_BLOCKS, Decode, owner_process, shuffled_handoff
+from tests.fakes.kv_processes import NUM_BLOCKS, QUICK, Decode, owner_process, shuffled_handoff
 from tests.fakes.stream_kinds import NIXL_TCP, SHM, kind_parameters
 from tests.fakes.stream_proxy import Damage, stream_proxy
 from tests.fakes.until import until
@@ -84,7 +84,7 @@ async def test_memory_of_an_owner_that_died_is_given_back_at_once():
 
 async def test_a_stopped_owner_is_lost_and_nothing_lands_after_it_goes_on(kind):
     size = 1024 * 1024  # the pool is far more than the socket buffers hold
-    async with owner_process(kind, size) as owner, Decode(kind, size) as decode:
+    async with owner_process(kind, size) as owner, Decode(kind, size, timings=QUICK) as decode:
         key = decode.key(owner, "t")
         blocks = list(range(NUM_BLOCKS))
         await owner.offer(key, decode.me, [blocks[:60], []])  # no end: it cannot be too quick
