@@ -1,25 +1,16 @@
-"""A prefill worker's transfer side as a process of its own, told what to do by lines of JSON.
+"""A prefill worker's transfer side, as what a process of its own does.
 
-    python tests/fakes/kv_owner.py '{"num_blocks": 64, "bytes_per_block": 4096, "seed": 1, ...}'
-
-Each line on standard input is a command with an `id`; its answer carries the id. Ended transfers
-are reported as they end.
+Ended transfers are reported as they end.
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import psutil
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kv_transfer.geometry import BlockId, LogicalBlock
 from kv_transfer.handoff import FirstToken, GrantedBlock, PeerInfo, TransferKey
@@ -27,6 +18,7 @@ from kv_transfer.sender import KVSender
 from kv_transfer.transport import Transport
 from kv_transfer.transports.stream_server import StreamTimings
 from tests.fakes.block_memory import ByteMemory
+from tests.fakes.line_process import Tell
 from tests.fakes.stream_kinds import ALL_KINDS
 
 _TRANSPORTS: dict[str, Callable[..., Transport]] = {
@@ -34,19 +26,14 @@ _TRANSPORTS: dict[str, Callable[..., Transport]] = {
 }
 
 
-def tell(**message: Any) -> None:
-    """Write one line for the test."""
-    print(json.dumps(message), flush=True)
-
-
 class Owner:
     """Carries out commands; a command's name is a method's."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self, arguments: dict[str, Any], tell: Tell) -> None:
         self.memory = ByteMemory(arguments["num_blocks"], arguments["bytes_per_block"], shared=True)
         self.memory.fill(arguments["seed"])
         self.me = PeerInfo(**arguments["me"])
-        timings = StreamTimings(connect_s=20.0, keep_alive_s=0.1)
+        timings = StreamTimings(**arguments["timings"])
         self.sender = KVSender(
             memory=self.memory,
             me=self.me,
@@ -56,6 +43,14 @@ class Owner:
             lease_s=arguments["lease_s"],
             sweep_s=0.02,
         )
+
+    async def start(self) -> dict[str, Any]:
+        """Serve; says how it is reached."""
+        return {"peer": asdict(await self.sender.start())}
+
+    async def close(self) -> None:
+        """Serve nobody any more."""
+        await self.sender.close()
 
     def offer(self, key: dict[str, Any], decode: dict[str, Any]) -> dict[str, Any]:
         """Open a transfer."""
@@ -105,22 +100,3 @@ class Owner:
                 if c.status == psutil.CONN_LISTEN
             ],
         }
-
-
-async def main(arguments: dict[str, Any]) -> None:
-    """Serve until standard input ends."""
-    owner = Owner(arguments)
-    peer = await owner.sender.start()
-    tell(peer=asdict(peer))
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while line := await reader.readline():
-        command = json.loads(line)
-        answer = getattr(owner, command["do"])(**command["with"])
-        tell(id=command["id"], **answer)
-    await owner.sender.close()
-
-
-if __name__ == "__main__":
-    asyncio.run(main(json.loads(sys.argv[1])))

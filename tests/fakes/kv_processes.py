@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import signal
-import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,73 +15,31 @@ from kv_transfer.handoff import PeerInfo, TransferKey
 from kv_transfer.receiver import IncomingTransfer, KVReceiver
 from kv_transfer.transports.stream_server import StreamTimings
 from tests.fakes.block_memory import ByteMemory, peer_info
+from tests.fakes.kv_owner import Owner
+from tests.fakes.kv_reader import Reader
+from tests.fakes.line_process import LineProcess
 from tests.fakes.stream_kinds import StreamKind
 
 NUM_BLOCKS = 64
 SEED = 1
 MARK = 0x77
-PATIENT = StreamTimings(connect_s=20.0, silence_s=20.0)
-"""Longer than anything right takes on any host: what ends earlier was ended by something else."""
+PATIENT = StreamTimings(connect_s=3.0, silence_s=20.0, keep_alive_s=0.1)
+"""Longer than anything right takes on any host: what ends earlier was ended by something else.
+
+Gloo tries for five times `connect_s` to connect a group. That cannot be cut short: whoever is told
+to end meanwhile takes as long.
+"""
 QUICK = StreamTimings(connect_s=3.0, silence_s=1.5)
 """For tests in which the other side falls silent, and that is to be noticed."""
-
-_FOLDER = Path(__file__).parent
-
-
-class LineProcess:
-    """Another process that carries out lines of JSON and reports in lines of JSON."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self.process = process
-        self._stdin, self._stdout = process.stdin, process.stdout
-        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._listening = asyncio.create_task(self._listen())
-
-    async def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Have a command carried out; its answer."""
-        number = len(self._answers)
-        self._answers[number] = asyncio.get_running_loop().create_future()
-        line = json.dumps({"id": number, "do": do, "with": arguments}) + "\n"
-        self._stdin.write(line.encode())
-        async with asyncio.timeout(20):
-            return await self._answers[number]
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
-        self.process.send_signal(number)
-
-    async def close(self) -> None:
-        """Let it end; it may be stopped or dead."""
-        if self.process.returncode is None:
-            self.process.send_signal(signal.SIGCONT)
-        self._stdin.close()
-        async with asyncio.timeout(20):
-            await self.process.wait()
-            await self._listening
-
-    def report(self, message: dict[str, Any]) -> None:
-        """What it says unasked."""
-        raise NotImplementedError
-
-    async def _listen(self) -> None:
-        while line := await self._stdout.readline():
-            if not line.startswith(b"{"):  # of a library that writes where nobody asked it to
-                continue
-            message = json.loads(line)
-            if "id" in message:
-                self._answers[message.pop("id")].set_result(message)
-            else:
-                self.report(message)
 
 
 class OwnerProcess(LineProcess):
     """The process that grants blocks: `kv_owner.py`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, info: PeerInfo) -> None:
-        super().__init__(process)
+    def __init__(self, info: PeerInfo) -> None:
+        super().__init__()
         self.info = info
+        """With its endpoints once it is started."""
         self.ended: dict[str, list[str]] = {}
         """By transfer, why it ended."""
 
@@ -115,8 +69,8 @@ class OwnerProcess(LineProcess):
 class ReaderProcess(LineProcess):
     """The process that pulls: `kv_reader.py`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, info: PeerInfo) -> None:
-        super().__init__(process)
+    def __init__(self, info: PeerInfo) -> None:
+        super().__init__()
         self.info = info
         self.outcomes: dict[str, str] = {}
         """By transfer, how its pull ended: `landed`, or the error's type."""
@@ -240,18 +194,19 @@ async def owner_process(
     seed: int = SEED,
 ) -> AsyncIterator[OwnerProcess]:
     """A process that grants blocks, whose bytes are those of a seed."""
+    owner = OwnerProcess(worker(name, bytes_per_block, incarnation))
     arguments = {
         "num_blocks": NUM_BLOCKS,
         "bytes_per_block": bytes_per_block,
         "seed": seed,
         "lease_s": lease_s,
         "transport": kind.label,
-        "me": asdict(worker(name, bytes_per_block, incarnation)),
+        "timings": asdict(PATIENT),  # no process that it talks to falls silent
+        "me": asdict(owner.info),
     }
-    process, first = await _start("kv_owner.py", arguments)
-    peer = first["peer"]
+    peer = (await owner.start(Owner, arguments))["peer"]
     peer["endpoints"] = tuple(tuple(endpoint) for endpoint in peer["endpoints"])
-    owner = OwnerProcess(process, PeerInfo(**peer))
+    owner.info = PeerInfo(**peer)
     try:
         yield owner
     finally:
@@ -269,10 +224,11 @@ async def reader_process(
         "bytes_per_block": bytes_per_block,
         "lease_s": lease_s,
         "transport": kind.label,
+        "timings": asdict(PATIENT),  # no process that it talks to falls silent
         "me": asdict(me),
     }
-    process, _ = await _start("kv_reader.py", arguments)
-    reader = ReaderProcess(process, me)
+    reader = ReaderProcess(me)
+    await reader.start(Reader, arguments)
     try:
         yield reader
     finally:
@@ -288,18 +244,3 @@ async def shuffled_handoff(owner: OwnerProcess, decode: Decode, name: str, seed:
     landed = await decode.incoming(owner, key, places).pull()
     assert landed.first.token_id == 7
     assert decode.holds(sources, places)
-
-
-async def _start(
-    program: str, arguments: dict[str, Any]
-) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
-    """A started process and its first line."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(_FOLDER / program),
-        json.dumps(arguments),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    return process, json.loads(await process.stdout.readline())

@@ -64,7 +64,7 @@ async def test_an_owner_that_comes_back_under_its_name_is_read_anew(kind):
                 await shuffled_handoff(owner, decode, f"t{number}", seed=number)
                 await shuffled_handoff(owner, decode, f"u{number}", seed=number)
                 owner.signal(signal.SIGKILL)
-                await owner.process.wait()
+                await owner.wait()
                 with pytest.raises(PeerLostError):
                     await decode.incoming(owner, decode.key(owner, "v"), [0]).pull()
 

@@ -10,7 +10,7 @@ import asyncio
 import gc
 import signal
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 
@@ -41,6 +41,14 @@ from tests.fakes.until import until
 SIZE = 4096
 VERDICT = wire.MAGIC + bytes([wire.WIRE_VERSION, FrameType.VERDICT])
 """How the frame begins that says VALID."""
+LOCATED = wire.MAGIC + bytes([wire.WIRE_VERSION, FrameType.LOCATED])
+"""How the frame begins that says where a block is, or that it comes."""
+IN_A_BLOCK_OF_MANY: dict[str, Callable[[int], int | bytes]] = {
+    "tcp": lambda size: 2 * size + 5000,
+    "shm": lambda _: 20 * wire.HEADER_BYTES + 1000,
+    "torch": lambda _: LOCATED,  # there is no telling how much is said until its group is made
+}
+"""Where to damage what an owner sends, given the size of a block."""
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 BLOCKS = list(range(8))
 
@@ -79,7 +87,7 @@ async def while_connecting(kind, owner, decode, number) -> Reading:
     await owner.offer(key, decode.me, [BLOCKS])
     owner.signal(number)
     if number is KILL:
-        await owner.process.wait()
+        await owner.wait()
     transfer = decode.incoming(owner, key, BLOCKS)
     return Reading(transfer=transfer, pulling=asyncio.create_task(transfer.pull()))
 
@@ -172,9 +180,7 @@ async def test_one_bad_block_of_many_ends_them_all(kind):
     size = 1024 * 1024  # most of the pool is still to come then
     blocks = list(range(NUM_BLOCKS))
     async with owner_process(kind, size) as owner, Decode(kind, size) as decode:
-        at = (
-            2 * size + 5000 if kind.block_frame is FrameType.DATA else 20 * wire.HEADER_BYTES + 1000
-        )
+        at = IN_A_BLOCK_OF_MANY[kind.name](size)
         async with stream_proxy(kind, owner.info.endpoint(kind.name), Damage.FLIP, [at]) as (
             address,
             _,
@@ -282,6 +288,6 @@ async def test_reader_killed_before_the_verdict_arrives_leaves_nothing(kind):
         )
         await proxy.damaged.wait()
         reader.signal(KILL)
-        await reader.process.wait()
+        await reader.wait()
         assert owner.ended == {"t": ["confirmed"]}
         assert (await owner.ask("stats"))["active"] == 0
