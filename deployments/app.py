@@ -73,11 +73,8 @@ def _deployment(target: Any, name: str, replicas: int, engine: EngineSettings) -
         name=name,
         num_replicas=replicas,
         max_ongoing_requests=engine.max_sequences + engine.queue_limit + _ONGOING_PER_FRONT,
-        ray_actor_options={
-            "num_cpus": _CPUS_PER_REPLICA,
-            # Spinning OpenMP threads of two engines on the same cores slow both down many times.
-            "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}},
-        },
+        # No runtime environment: it would keep Ray from using the process that it started ahead.
+        ray_actor_options={"num_cpus": _CPUS_PER_REPLICA},
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=_DRAIN_TIMEOUT_S,

@@ -31,10 +31,10 @@ class Decode:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: Settings, prefill: DeploymentHandle | None = None
     ) -> None:
+        prepare_engine_process()
         # Imported here: torch takes seconds, and who builds the application does without.
         from workers.assembly import build_decode_worker
 
-        prepare_engine_process()
         settings = at_own_address(settings, os.environ)
         secret = deployment_secret(os.environ)
         context = serve.get_replica_context()

@@ -19,10 +19,10 @@ class Prefill:
     """One replica = one prefill worker."""
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
+        prepare_engine_process()
         # Imported here: torch takes seconds, and who builds the application does without.
         from workers.assembly import build_prefill_worker
 
-        prepare_engine_process()
         worker_id = f"prefill-{serve.get_replica_context().rank.rank}"
         self._worker = await asyncio.to_thread(
             build_prefill_worker,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from types import MappingProxyType
 
 from configs.schema import Settings
@@ -34,8 +35,13 @@ def log_to_stderr() -> None:
         package_logger.propagate = False
 
 
-def prepare_engine_process() -> None:
-    """Log, and let the event loop get the interpreter quickly while a step runs."""
+def prepare_engine_process(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Log, let threads wait without spinning, and let the event loop run beside a step.
+
+    Call it before the first import of torch, whose OpenMP reads its settings once. Spinning threads
+    of two engines on the same cores slow both down many times.
+    """
+    environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     log_to_stderr()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 

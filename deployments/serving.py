@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 APP_NAME = "baton"
 
-__all__ = ["instance_directory", "serve", "serve_config"]
+__all__ = ["instance_directory", "serve"]
 
 _DEPLOY_TIMEOUT_S = 300.0
 _READY_TIMEOUT_S = 30.0
@@ -60,26 +60,13 @@ def serve(settings: Settings) -> None:
         ) as cluster,
         _draining(cluster),
     ):
-        cluster.deploy(serve_config(settings), timeout_s=_DEPLOY_TIMEOUT_S)
+        build = importlib.import_module("deployments.app").build  # imports ray, as the cluster did
+        application = build({"settings": settings.model_dump(mode="json")})
+        cluster.run(APP_NAME, application, timeout_s=_DEPLOY_TIMEOUT_S)
         _wait_until_ready(cluster.url)
         _say(_welcome(cluster.url, settings.model.served_name, time.monotonic() - started))
         cluster.wait()
     _say("Stopped.")
-
-
-def serve_config(settings: Settings) -> dict[str, Any]:
-    """The Serve config of these settings, as KubeRay would be given it too."""
-    return {
-        "http_options": {"host": settings.http.host, "port": settings.http.port},
-        "applications": [
-            {
-                "name": APP_NAME,
-                "route_prefix": "/",
-                "import_path": "deployments.app:build",
-                "args": {"settings": settings.model_dump(mode="json")},
-            }
-        ],
-    }
 
 
 def instance_directory(settings: Settings, environ: Mapping[str, str]) -> Path:

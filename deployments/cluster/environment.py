@@ -46,6 +46,8 @@ FIXED: Mapping[str, str] = {
     "RAY_raylet_report_resources_period_milliseconds": "1000",
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Workers run at niceness 15 by default: whatever else a host does would go before an answer.
+    "RAY_worker_niceness": "0",
     # Processes that set their title overwrite their environment, and with it our marker.
     "SPT_NOENV": "1",
     # Each worker runs this first; see worker_hook. (Public as `worker_process_setup_hook`, but a

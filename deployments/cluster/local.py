@@ -169,13 +169,34 @@ class LocalCluster:
         )
         starting.enter_context(_environment(environment))
 
+    def run(self, name: str, application: Any, *, timeout_s: float) -> None:
+        """Deploy a `ray.serve.Application` at `/`, and wait until it runs and is reachable.
+
+        It was built in this process. From a config Serve would build it in a worker of its own,
+        which takes the whole start of one more process. Raises as `deploy`.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._serve_by({"applications": []})
+        self._ray_node.run(self._client, name, application)
+        self._wait_until_running({name}, deadline)
+        self._wait_until_reachable(deadline)
+
     def deploy(self, config: Mapping[str, Any], *, timeout_s: float) -> None:
-        """Deploy a Serve config and wait until all of it runs and is reachable.
+        """Deploy a Serve config, as KubeRay does; wait until all of it runs and is reachable.
 
         Raises ServeConfigError for a key or value that Serve would not follow, DeployError when
         an application fails or is not running in time.
         """
         deadline = time.monotonic() + timeout_s
+        schema = self._serve_by(config)
+        self._client.deploy_apps(schema, _blocking=False)
+        names = {application.name for application in schema.applications}
+        self._wait_until_running(names, deadline)
+        if names:
+            self._wait_until_reachable(deadline)
+
+    def _serve_by(self, config: Mapping[str, Any]) -> Any:
+        """The config as Serve's model; Serve runs afterwards."""
         _ = self.instance
         # as in start: imports ray
         parse = importlib.import_module("deployments.cluster.serve_config").parse_serve_config
@@ -184,11 +205,7 @@ class LocalCluster:
         if self._client is None:
             self._client = self._ray_node.start_serve(schema, port=self._port)
             self._http_options = dict(config.get("http_options") or {})
-        self._client.deploy_apps(schema, _blocking=False)
-        names = {application.name for application in schema.applications}
-        self._wait_until_running(names, deadline)
-        if names:
-            self._wait_until_reachable(deadline)
+        return schema
 
     def _check_http_options(self, options: Mapping[str, Any]) -> None:
         """Serve takes its HTTP options once, and address and port are this cluster's."""

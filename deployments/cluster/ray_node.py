@@ -5,7 +5,8 @@ An upgrade of Ray looks here first. Private names in use:
     here          Node.start_monitor, start_log_monitor, start_api_server (left out; without the
                   attributes, Ray just runs its optional processes), serve_start and
                   ServeControllerClient with its _controller (what `serve run config.yaml` itself
-                  uses), _set_global_client, the controller's name and graceful_shutdown, the
+                  uses), build_app (of `serve.run`, which would start Serve with HTTP options of
+                  its own), _set_global_client, the controller's name and graceful_shutdown, the
                   driver's _global_node, AuthenticationTokenLoader.reset_cache,
                   DeploymentHandle._init (the loop that its router runs on)
     handles       (of deployments) DeploymentBroadcastResponse._fetch_replica_results_async and
@@ -31,6 +32,7 @@ from ray import serve
 from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.serve._private.api import serve_start
+from ray.serve._private.build_app import build_app
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME
 from ray.serve.context import _set_global_client
 from ray.serve.schema import ServeDeploySchema
@@ -89,6 +91,14 @@ def start_serve(config: ServeDeploySchema, *, port: int) -> Any:
         )
 
 
+def run(client: Any, name: str, application: serve.Application) -> None:
+    """Deploy an application that was built here; returns before its replicas are up."""
+    built = build_app(application, name=name, route_prefix="/")
+    client.deploy_applications(
+        [built], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+    )
+
+
 def stop_serve(client: Any, *, timeout_s: float) -> None:
     """Let replicas finish and shut down, for at most this long."""
     deadline = time.monotonic() + timeout_s
@@ -113,9 +123,11 @@ def ask_all_replicas(
 
     async def ask() -> list[Any]:
         handle = serve.get_deployment_handle(deployment, application)
-        # In throughput mode a handle would live on this loop, and outlive it.
-        handle._init(_run_router_in_separate_loop=True)
-        answers = handle.broadcast(method, *arguments)
+        if not handle.is_initialized:  # Serve keeps one for each deployment
+            # In throughput mode it would live on this loop, and outlive it.
+            handle._init(_run_router_in_separate_loop=True)
+        with _quiet("ray.serve"):
+            answers = handle.broadcast(method, *arguments)
         results: list[Any] = await answers.results_async(
             timeout_s=timeout_s, return_exceptions=True
         )

@@ -29,6 +29,9 @@ class Counter:
         if fails:
             raise ValueError("the dummy was told to fail")
 
+    async def highest(self, *numbers: int) -> int:
+        return max(numbers)
+
     async def count(self, end: int) -> AsyncIterator[str]:
         for number in range(end):
             yield f"{number}\n"
@@ -67,7 +70,13 @@ def main(directory: str, port: str, first: str = "") -> None:
                 cluster.deploy(config(fails=True), timeout_s=120)
             except DeployError as error:
                 print(f"failed: {error}", flush=True)
-        cluster.deploy(config(fails=False), timeout_s=120)
+            cluster.deploy(config(fails=False), timeout_s=120)
+        else:
+            cluster.run("dummy", build({}), timeout_s=120)
+        answers = [
+            cluster.ask_all("dummy", "Counter", "highest", 1, end, timeout_s=10) for end in (2, 3)
+        ]
+        print(f"answers: {answers}", flush=True)
         print(f"ready: {cluster.status().is_ready} {cluster.url}", flush=True)
         cluster.wait()
     print("stopped", flush=True)

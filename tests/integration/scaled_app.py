@@ -11,10 +11,10 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from configs.load import load
 from deployments.cluster.local import LocalCluster
-from deployments.serving import serve_config
 
 SETTINGS = (
     "model.dtype=fp32",  # so that a text does not depend on what else is in its batch
@@ -28,11 +28,17 @@ DEPLOY_TIMEOUT_S = 240.0
 def main(directory: str, port: int) -> None:
     """Deploy what comes, until stdin ends."""
     overrides = (*SETTINGS, f"http.port={port}")
-    config = serve_config(load("colocated", environ=os.environ, overrides=overrides))
+    settings = load("colocated", environ=os.environ, overrides=overrides)
+    application: dict[str, Any] = {
+        "name": "baton",
+        "route_prefix": "/",
+        "import_path": "deployments.app:build",
+        "args": {"settings": settings.model_dump(mode="json")},
+    }
     with LocalCluster(Path(directory), host="127.0.0.1", port=port) as cluster:
         for line in sys.stdin:
-            config["applications"][0]["deployments"] = json.loads(line)
-            cluster.deploy(config, timeout_s=DEPLOY_TIMEOUT_S)
+            application["deployments"] = json.loads(line)
+            cluster.deploy({"applications": [application]}, timeout_s=DEPLOY_TIMEOUT_S)
             print("deployed", flush=True)
 
 

@@ -34,7 +34,6 @@ ANOTHER = {
     # Serve replaces a replica whose resources change.
     "ray_actor_options": {
         "num_cpus": 0.2,
-        "runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "PASSIVE"}},
     },
 }
 

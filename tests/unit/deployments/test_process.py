@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+import deployments.process
 from configs.schema import Settings
-from deployments.process import at_own_address, deployment_secret
+from deployments.process import at_own_address, deployment_secret, prepare_engine_process
 from deployments.secret import SecretError
 
 
@@ -23,6 +24,15 @@ def test_a_pod_s_own_address_is_one_that_peers_can_dial():
 
 def test_where_the_environment_names_none_the_settings_hold():
     assert at_own_address(Settings(), {"BATON_CHANNEL__HOST": ""}) == Settings()
+
+
+@pytest.mark.parametrize("asked", ["", "ACTIVE"])
+def test_threads_of_an_engine_wait_without_spinning_unless_told_to(monkeypatch, asked):
+    monkeypatch.setattr(deployments.process, "log_to_stderr", lambda: None)
+    monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
+    environ = {"OMP_WAIT_POLICY": asked} if asked else {}
+    prepare_engine_process(environ)
+    assert environ == {"OMP_WAIT_POLICY": asked or "PASSIVE"}
 
 
 def test_a_secret_is_needed_and_its_absence_says_what_to_do():
