@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from tests.parity.subjects import Extent
 from workers.models.store import default_cache_dir
 
 _LEDGER = pytest.StashKey[Ledger]()
+_TABLE = pytest.StashKey[list[str]]()
+_OUTPUT = "equal to generate"
+_FOLDER = Path(__file__).parent
 
 _SAMPLE = Extent(
     name="sample",
@@ -34,18 +38,41 @@ _ALL = Extent(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One ledger for the session."""
+    """One ledger for the session, or for the worker of pytest-xdist that compares."""
     config.stash[_LEDGER] = Ledger()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All comparisons are one worker's (`--dist loadgroup`): each model is loaded once."""
+    for item in items:
+        if _FOLDER in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("parity"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker hands its table to the session, which prints it."""
+    output: dict[str, object] | None = getattr(session.config, "workeroutput", None)
+    ledger = session.config.stash[_LEDGER]
+    if ledger.cells:
+        session.config.stash[_TABLE] = ledger.lines()
+        if output is not None:
+            output[_OUTPUT] = ledger.lines()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """The table of the one worker that has any."""
+    if lines := getattr(node, "workeroutput", {}).get(_OUTPUT):
+        node.config.stash[_TABLE] = lines
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     """The table of models and modes, after everything else."""
-    ledger = config.stash.get(_LEDGER, None)
-    if ledger is not None and ledger.cells:
+    if lines := config.stash.get(_TABLE, []):
         terminalreporter.section("equal to transformers' generate")
-        for line in ledger.lines():
+        for line in lines:
             terminalreporter.write_line(line)
 
 
