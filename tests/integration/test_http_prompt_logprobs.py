@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.tools.baton_server import MODEL, BatonServer
+from tests.tools.asking import make_client
+from tests.tools.baton_server import COLOCATED_SETTINGS, MODEL, BatonServer
+from tests.tools.golden import colocated_client
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -17,24 +19,20 @@ LENGTHS = (12, 600)
 NUM_TOP = 3
 TOLERANCE = 1e-4
 
-
-@pytest.fixture(scope="module")
-def colocated_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BatonServer]:
-    directory = tmp_path_factory.mktemp("colocated")
-    with BatonServer.started(directory, more=("prefill=null",)) as server:
-        yield server
+Scores = list[dict[str, float]]
 
 
-def complete(server: BatonServer, prompt: list[int], **fields: object) -> Mapping[str, Any]:
+async def complete(
+    client: httpx.AsyncClient, prompt: list[int], **fields: object
+) -> Mapping[str, Any]:
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 1}
-    response = httpx.post(f"{server.base_url}/v1/completions", json=body | fields, timeout=300)
+    response = await client.post("/v1/completions", json=body | fields)
     response.raise_for_status()
-    server.wait_for(lambda scrape: not scrape.held(), timeout_s=60, what="nothing is held")
     answer: Mapping[str, Any] = response.json()
     return answer
 
 
-def scores(answer: Mapping[str, Any]) -> list[dict[str, float]]:
+def scores(answer: Mapping[str, Any]) -> Scores:
     """By place, the log-probability of each token that is named there; then of the output."""
     (choice,) = answer["choices"]
     assert choice["prompt_logprobs"][0] is None
@@ -52,7 +50,7 @@ def cached_tokens(answer: Mapping[str, Any]) -> int:
     return cached
 
 
-def differing(one: list[dict[str, float]], other: list[dict[str, float]]) -> list[int]:
+def differing(one: Scores, other: Scores) -> list[int]:
     """Places at which a token's log-probabilities differ, or one of them is in neither's top.
 
     Which tokens are named may differ by a tie at the end of the top.
@@ -66,26 +64,30 @@ def differing(one: list[dict[str, float]], other: list[dict[str, float]]) -> lis
     ]
 
 
+async def cold_and_warm(client: httpx.AsyncClient, prompt: list[int]) -> list[Scores]:
+    """Asked for the first time, and when all of the prompt could be found."""
+    cold = await complete(client, prompt, prompt_logprobs=NUM_TOP)
+    found = await complete(client, prompt)  # shows that what the next one could find is there
+    warm = await complete(client, prompt, prompt_logprobs=NUM_TOP)
+    assert cached_tokens(found) == (len(prompt) - 1) // 16 * 16
+    assert cached_tokens(warm) == 0  # a scored prompt needs all of its rows
+    (choice,) = found["choices"]
+    first = scores(cold)
+    assert choice["logprobs"]["token_logprobs"][0] == pytest.approx(
+        first[-1]["output"], abs=TOLERANCE
+    )
+    return [first, scores(warm)]
+
+
 @pytest.mark.parametrize("length", LENGTHS)
-def test_prompt_is_scored_alike_cold_warm_split_and_colocated(
-    baton_server: BatonServer, colocated_server: BatonServer, length: int
+async def test_prompt_is_scored_alike_cold_warm_split_and_colocated(
+    baton_server: BatonServer, length: int
 ) -> None:
     prompt = [3000 + 7 * place % 20_000 for place in range(length)]
-    answers = {}
-    for name, server in (("split", baton_server), ("colocated", colocated_server)):
-        cold = complete(server, prompt, prompt_logprobs=NUM_TOP)
-        found = complete(server, prompt)  # shows that what the next one could find is there
-        warm = complete(server, prompt, prompt_logprobs=NUM_TOP)
-        assert cached_tokens(found) == (length - 1) // 16 * 16
-        assert cached_tokens(warm) == 0  # a scored prompt needs all of its rows
-        answers[name] = scores(cold), scores(warm)
-        (choice,) = found["choices"]
-        assert choice["logprobs"]["token_logprobs"][0] == pytest.approx(
-            answers[name][0][-1]["output"], abs=TOLERANCE
-        )
+    async with make_client(baton_server.base_url, timeout_s=300) as client:
+        cold, *others = await cold_and_warm(client, prompt)
+    async with colocated_client(COLOCATED_SETTINGS) as client:
+        others += await cold_and_warm(client, prompt)
 
-    cold, warm = answers["split"]
     assert len(cold) == length
-    assert differing(cold, warm) == []
-    for other in answers["colocated"]:
-        assert differing(cold, other) == []
+    assert [differing(cold, other) for other in others] == [[], [], []]

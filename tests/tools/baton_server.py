@@ -27,7 +27,15 @@ from deployments.cluster.processes import members, wait_until_ended
 from deployments.serving import instance_directory
 from tests.tools.scrape import Scrape, parse
 
-__all__ = ["MODEL", "WINDOW", "BatonServer", "Role", "baton_command", "free_port"]
+__all__ = [
+    "COLOCATED_SETTINGS",
+    "MODEL",
+    "WINDOW",
+    "BatonServer",
+    "Role",
+    "baton_command",
+    "free_port",
+]
 
 Role = Literal["Front", "Decode", "Prefill"]
 
@@ -40,6 +48,8 @@ SETTINGS = (
     "prefill.engine.pool_tokens=8192",
     "prefill.engine.prefill_chunk_tokens=128",  # many chunks in a long prompt: many to stop at
 )
+COLOCATED_SETTINGS = tuple(name for name in SETTINGS if not name.startswith("prefill."))
+"""The same where there is no prefill worker."""
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.1
@@ -81,8 +91,9 @@ class BatonServer:
         At the end of the block none of its processes is left.
         """
         port = free_port()
-        is_split = preset != "colocated"
-        own = [name for name in settings if is_split or not name.startswith("prefill.")]
+        own = settings
+        if settings is SETTINGS and preset == "colocated":
+            own = COLOCATED_SETTINGS
         overrides = [word for setting in (*own, *more) for word in ("--set", setting)]
         command = [baton_command(), "serve", preset, "--port", str(port), *overrides]
         log = directory / "serve.log"
