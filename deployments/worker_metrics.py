@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from deployments.metrics import Sample, sample
 from kv_transfer.durations import DurationCounts
-from kv_transfer.receiver import ReceiverStats
+from kv_transfer.receiver_stats import ReceiverStats
 from kv_transfer.sender import SenderStats
 from workers.decode import DecodeWorker, HandoffStats
 from workers.engine.loop import EngineStats

@@ -7,79 +7,26 @@ transfer thread; leases are renewed there, whatever the worker's loop is doing.
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TypeVar
+from collections.abc import Sequence
 
 from kv_transfer.compatibility import block_shape, check_compatible
-from kv_transfer.durations import HANDOFF_BOUNDS_S, DurationCounts, Durations
 from kv_transfer.geometry import BlockId, ceil_div
 from kv_transfer.handoff import PeerInfo, TransferKey
+from kv_transfer.incoming import IncomingTransfer
 from kv_transfer.landing import InPlace, Landing, Repacked
 from kv_transfer.protocol import ReceiverProtocol
 from kv_transfer.pull import Pull, PullOrder
+from kv_transfer.receiver_stats import Ledger, ReceiverStats
 from kv_transfer.selection import Choice, Offer, choose
 from kv_transfer.transfer_thread import TransferThread
-from kv_transfer.transport import (
-    BlockMemory,
-    Clock,
-    CorruptTransferError,
-    InvalidTransferError,
-    Landed,
-    LeaseLostError,
-    LinkRefusedError,
-    NotAuthenticatedError,
-    PeerLostError,
-    TransferDeadlineError,
-    Transport,
-)
+from kv_transfer.transport import BlockMemory, Clock, LinkRefusedError, Transport
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
 RENEWALS_PER_LEASE = 5
 """So that a lease survives four renewals lost or late in a row."""
-
-OUTCOMES: Mapping[type[BaseException], str] = MappingProxyType(
-    {
-        LinkRefusedError: "link_refused",
-        NotAuthenticatedError: "not_authenticated",
-        PeerLostError: "peer_lost",
-        TransferDeadlineError: "deadline",
-        LeaseLostError: "lease_lost",
-        CorruptTransferError: "corrupt",
-        InvalidTransferError: "invalid",
-        asyncio.CancelledError: "cancelled",
-    }
-)
-"""How a failed pull is counted; a landed one is `landed`, any other failure `internal`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiverStats:
-    """Counters of one receiver since its start."""
-
-    active: int
-    by_outcome: Mapping[str, int]
-    """Ended pulls: `landed`, or what they failed by (`OUTCOMES`)."""
-    blocks_published: int
-    bytes_published: Mapping[str, int]
-    """By transport; each that this worker has, has an entry."""
-    links: Mapping[str, Choice]
-    """The transport that was last chosen for each peer, by worker id, and why."""
-    digests_checked: int
-    """Blocks that landed and were verified, those of failed transfers included."""
-    fetch: DurationCounts
-    """`Landed.fetch_s` of landed transfers."""
-    wait: DurationCounts
-    """`Landed.wait_s` of landed transfers."""
 
 
 class KVReceiver:
@@ -109,7 +56,7 @@ class KVReceiver:
         self._renew_every_s = lease_s / RENEWALS_PER_LEASE
         self._clock = clock
         self._thread = TransferThread(f"kv-receiver-{me.worker_id}")
-        self._ledger = _Ledger(tuple(self._transports))
+        self._ledger = Ledger(tuple(self._transports))
 
     async def start(self) -> None:
         """Start the transfer thread."""
@@ -230,147 +177,3 @@ class KVReceiver:
             )
             self._links[peer.worker_id] = choice
         return self._transports[choice.transport]
-
-
-class IncomingTransfer:
-    """One transfer, as the worker holds it.
-
-    Its destination blocks are the transfer's until `pull` has returned, or has failed and
-    `wait_quiesced` has returned.
-    """
-
-    def __init__(self, pull: Pull, thread: TransferThread, ledger: _Ledger) -> None:
-        """Made by `KVReceiver.transfer`."""
-        self._pull = pull
-        self._thread = thread
-        self._ledger = ledger
-        self._has_begun = False
-        self._is_released = False
-        self._landed: concurrent.futures.Future[Landed] = _future()
-        self._quiesced: concurrent.futures.Future[None] = _future()
-        self._task: asyncio.Task[Landed] | None = None  # the transfer thread's
-
-    async def pull(self) -> Landed:
-        """Fetch, verify and confirm; returns only after VALID. To be called once.
-
-        Raises the `TransferError` tree. Cancelling the caller aborts the transfer.
-        """
-        if self._has_begun:
-            raise RuntimeError("a transfer can be pulled once")
-        if self._is_released:
-            raise LeaseLostError("the transfer was released before it was pulled")
-        self._thread.post(self._begin)
-        self._has_begun = True
-        try:
-            return await asyncio.wrap_future(self._landed)
-        except asyncio.CancelledError:
-            self.release()
-            raise
-
-    async def wait_quiesced(self) -> None:
-        """Return once no byte can land any more; at once if nothing was ever asked for.
-
-        Raises what broke the fence, if the transport could not keep it: the blocks are then lost
-        to the pool.
-        """
-        if self._has_begun:
-            await asyncio.wrap_future(self._quiesced)
-
-    def release(self) -> None:
-        """Give up a transfer that has not landed, forget one that has ended; safe to repeat."""
-        self._is_released = True
-        if self._thread.is_running:
-            self._thread.post(self._give_up)
-
-    def _begin(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._pull.run())
-        self._task.add_done_callback(self._ended)
-        self._ledger.begin(self._task, self._give_up)
-
-    def _give_up(self) -> None:
-        if self._task is None:
-            self._pull.abandon()
-        elif not self._task.done():
-            # Once only, and not into the fence: it ends by itself, and must not be cut short.
-            if not self._pull.is_ending:
-                self._pull.is_ending = True
-                self._task.cancel()
-            return
-        self._pull.recycle()
-
-    def _ended(self, task: asyncio.Task[Landed]) -> None:
-        self._pull.abandon()  # where it was cancelled before its first step
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        self._ledger.end(task, error, self._pull.blocks_landed)
-        if self._pull.is_quiesced:
-            self._quiesced.set_result(None)
-        else:
-            self._quiesced.set_exception(error or RuntimeError("ended before its fence"))
-        if error is None:
-            self._landed.set_result(task.result())
-        elif task.cancelled():
-            self._landed.set_exception(LeaseLostError("released by the receiver"))
-        else:
-            self._landed.set_exception(error)
-
-
-class _Ledger:
-    """The transfers that run, and the counts of those that have ended.
-
-    Written by the transfer thread alone; a snapshot from another thread may be one transfer late.
-    """
-
-    def __init__(self, transports: Sequence[str]) -> None:
-        self._running: dict[asyncio.Task[Landed], Callable[[], None]] = {}
-        self._by_outcome: Counter[str] = Counter()
-        self._blocks_published = 0
-        self._bytes_published = dict.fromkeys(transports, 0)
-        self._digests_checked = 0
-        self._fetch = Durations(HANDOFF_BOUNDS_S)
-        self._wait = Durations(HANDOFF_BOUNDS_S)
-
-    def begin(self, task: asyncio.Task[Landed], give_up: Callable[[], None]) -> None:
-        self._running[task] = give_up
-
-    def end(
-        self, task: asyncio.Task[Landed], error: BaseException | None, blocks_landed: int
-    ) -> None:
-        del self._running[task]
-        self._digests_checked += blocks_landed
-        if error is not None:
-            outcome = OUTCOMES.get(type(error), "internal")
-            self._by_outcome[outcome] += 1
-            if outcome == "internal":
-                logger.error("a transfer failed by our own fault", exc_info=error)
-            return
-        landed = task.result()
-        self._by_outcome["landed"] += 1
-        self._blocks_published += landed.num_blocks
-        self._bytes_published[landed.transport] += landed.num_bytes
-        self._fetch.observe(landed.fetch_s)
-        self._wait.observe(landed.wait_s)
-
-    async def end_all(self) -> None:
-        for give_up in list(self._running.values()):
-            give_up()
-        if self._running:
-            await asyncio.wait(self._running)
-
-    def stats(self, links: Mapping[str, Choice]) -> ReceiverStats:
-        return ReceiverStats(
-            active=len(self._running),
-            by_outcome=dict(self._by_outcome),
-            blocks_published=self._blocks_published,
-            bytes_published=dict(self._bytes_published),
-            links=dict(links),
-            digests_checked=self._digests_checked,
-            fetch=self._fetch.counts(),
-            wait=self._wait.counts(),
-        )
-
-
-def _future() -> concurrent.futures.Future[Result]:
-    """A future that a waiter's cancellation leaves alone."""
-    future: concurrent.futures.Future[Result] = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()
-    return future

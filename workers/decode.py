@@ -17,7 +17,8 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 
 from kv_transfer.handoff import PeerInfo
-from kv_transfer.receiver import KVReceiver, ReceiverStats
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.receiver_stats import ReceiverStats
 from kv_transfer.transport import Clock
 from workers.call import Call, failed
 from workers.decode_config import DecodeConfig

@@ -18,7 +18,8 @@ from typing import Protocol
 
 from kv_transfer.geometry import BlockId, ceil_div
 from kv_transfer.handoff import PeerInfo
-from kv_transfer.receiver import IncomingTransfer, KVReceiver
+from kv_transfer.incoming import IncomingTransfer
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.transport import Clock, CorruptTransferError, Landed, PeerLostError, TransferError
 from workers.call import Call
 from workers.decode_config import DecodeConfig

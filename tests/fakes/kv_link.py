@@ -15,7 +15,8 @@ from kv_transfer.handoff import (
     ReleaseReason,
     TransferKey,
 )
-from kv_transfer.receiver import IncomingTransfer, KVReceiver
+from kv_transfer.incoming import IncomingTransfer
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.transport import Clock, Transport
 from tests.fakes.block_memory import ByteMemory, granted_blocks, peer_info, transfer_key

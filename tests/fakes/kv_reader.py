@@ -10,7 +10,8 @@ from typing import Any
 
 from kv_transfer.geometry import BlockId
 from kv_transfer.handoff import PeerInfo, TransferKey
-from kv_transfer.receiver import IncomingTransfer, KVReceiver
+from kv_transfer.incoming import IncomingTransfer
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.transport import TransferError
 from kv_transfer.transports.stream_server import StreamTimings
 from tests.fakes.block_memory import ByteMemory

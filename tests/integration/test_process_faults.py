@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from kv_transfer.handoff import PeerInfo
-from kv_transfer.receiver import IncomingTransfer
+from kv_transfer.incoming import IncomingTransfer
 from kv_transfer.transport import CorruptTransferError, PeerLostError
 from kv_transfer.transports import wire
 from kv_transfer.transports.wire import FrameType

@@ -11,7 +11,7 @@ import pytest
 
 from kv_transfer.geometry import BlockId
 from kv_transfer.handoff import PeerInfo, TransferKey
-from kv_transfer.receiver import IncomingTransfer
+from kv_transfer.incoming import IncomingTransfer
 from kv_transfer.transport import LeaseLostError
 from tests.fakes.model_runner import generate
 from tests.fakes.until import until
