@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from kv_transfer.handoff import PeerInfo
@@ -31,6 +30,9 @@ _PLACES: Final[_Compared] = (
 )
 """Where they lie in a block: not to differ but in what `can_repack` allows."""
 
+_SPLITS: Final = frozenset({1, 2, 4})
+"""Numbers of tensor-parallel ranks between which KV heads are repacked."""
+
 _WINDOW: Final[_Compared] = (("window", lambda worker: worker.max_model_len),)
 
 
@@ -40,7 +42,10 @@ def check_compatible(prefill: PeerInfo, decode: PeerInfo) -> None:
     Raises `LinkRefusedError` that names the first thing that differs, with both values.
     """
     _refuse_difference(_CONTENT, prefill, decode)
-    if not can_repack(prefill, decode):
+    if can_repack(prefill, decode):
+        _refuse_foreign_heads(prefill, decode)
+    else:
+        _refuse_split(prefill, decode)
         _refuse_difference(_PLACES, prefill, decode)
     _refuse_difference(_WINDOW, prefill, decode)
     for worker in (prefill, decode):
@@ -51,23 +56,39 @@ def check_compatible(prefill: PeerInfo, decode: PeerInfo) -> None:
             )
 
 
+def check_heads(sources: Sequence[PeerInfo], decode: PeerInfo) -> None:
+    """Refuse sources that do not have, together, each KV head of `decode` once.
+
+    Each of them is compatible with it alone. Raises `LinkRefusedError` that names all heads.
+    """
+    wanted = _heads(decode)
+    brought = sorted(head for source in sources for head in _heads(source) if head in wanted)
+    if brought != list(wanted):
+        named = ", ".join(map(_named_heads, sources)) or "nowhere"
+        raise LinkRefusedError(f"KV heads do not add up: {named}, {_named_heads(decode)}")
+
+
 def can_repack(prefill: PeerInfo, decode: PeerInfo) -> bool:
-    """Whether their blocks are of different sizes and hold the same otherwise, token by token.
+    """Whether their blocks differ in size or in the share of the heads, and in nothing else.
 
     Layers with a sliding window are left out: of a block that is partly behind the window not
-    all tokens are sent, and a block of another size would have others of them. So are ranks: a
-    hand-off has one source, and a rank has a part of the heads.
+    all tokens are sent, and a block of another size would have others of them.
     """
     ours, theirs = block_shape(decode), block_shape(prefill)
     return (
-        prefill.block_size != decode.block_size
+        ours != theirs
         and prefill.content_fingerprint == decode.content_fingerprint
         and not (prefill.has_sliding_window or decode.has_sliding_window)
-        and (prefill.tp_rank, prefill.tp_size) == (decode.tp_rank, decode.tp_size)
-        and replace(theirs, block_size=ours.block_size) == ours
+        and (_split(prefill) == _split(decode) or (_has_split(prefill) and _has_split(decode)))
+        and (theirs.num_layers, theirs.head_bytes) == (ours.num_layers, ours.head_bytes)
         and theirs.bytes_per_block == prefill.bytes_per_block
         and ours.bytes_per_block == decode.bytes_per_block
     )
+
+
+def describe_difference(prefill: PeerInfo, decode: PeerInfo) -> str:
+    """What is elsewhere in their blocks, with both values, of workers that can be repacked."""
+    return next(_differences(_PLACES, prefill, decode))
 
 
 def block_shape(worker: PeerInfo) -> BlockShape:
@@ -78,14 +99,54 @@ def block_shape(worker: PeerInfo) -> BlockShape:
         block_size=worker.block_size,
         num_heads=worker.num_kv_heads,
         head_bytes=worker.bytes_per_block // max(1, heads),
-        first_head=worker.tp_rank * worker.num_kv_heads,
+        first_head=_heads(worker).start,
     )
 
 
 def _refuse_difference(compared: _Compared, prefill: PeerInfo, decode: PeerInfo) -> None:
+    for difference in _differences(compared, prefill, decode):
+        raise LinkRefusedError(difference)
+
+
+def _differences(compared: _Compared, prefill: PeerInfo, decode: PeerInfo) -> Iterator[str]:
     for what, of in compared:
         if of(prefill) != of(decode):
-            raise LinkRefusedError(
+            yield (
                 f"{what} differs: {of(prefill)} on {prefill.worker_id}, "
                 f"{of(decode)} on {decode.worker_id}"
             )
+
+
+def _refuse_split(prefill: PeerInfo, decode: PeerInfo) -> None:
+    if prefill.tp_size != decode.tp_size and not {prefill.tp_size, decode.tp_size} <= _SPLITS:
+        raise LinkRefusedError(
+            f"tensor-parallel split differs: {prefill.tp_size} on {prefill.worker_id}, "
+            f"{decode.tp_size} on {decode.worker_id}; splits of 1, 2 and 4 can be repacked"
+        )
+
+
+def _refuse_foreign_heads(prefill: PeerInfo, decode: PeerInfo) -> None:
+    theirs, ours = _heads(prefill), _heads(decode)
+    if theirs.stop <= ours.start or ours.stop <= theirs.start:
+        raise LinkRefusedError(
+            f"no KV head in common: {_named_heads(prefill)}, {_named_heads(decode)}"
+        )
+
+
+def _split(worker: PeerInfo) -> tuple[int, int]:
+    return worker.tp_rank, worker.tp_size
+
+
+def _has_split(worker: PeerInfo) -> bool:
+    return worker.tp_size in _SPLITS and 0 <= worker.tp_rank < worker.tp_size
+
+
+def _heads(worker: PeerInfo) -> range:
+    """Which of the model's KV heads it has."""
+    first = worker.tp_rank * worker.num_kv_heads
+    return range(first, first + worker.num_kv_heads)
+
+
+def _named_heads(worker: PeerInfo) -> str:
+    heads = _heads(worker)
+    return f"{heads.start} to {heads.stop - 1} on {worker.worker_id}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NewType
 
 BlockId = NewType("BlockId", int)
@@ -173,6 +173,19 @@ class KVLayout:
     def fingerprint(self) -> str:
         """Digest of everything a peer must agree on to read a block as it is (128 bits, hex)."""
         return _digest(self.content_fingerprint, self.block_size, self.tp_size, self.tp_rank)
+
+    def for_rank(self, tp_rank: int, tp_size: int) -> KVLayout:
+        """The layout of one of tp_size ranks that share these heads in equal runs.
+
+        ValueError if they cannot, there is no such rank, or this is a rank's layout already.
+        """
+        if self.tp_size != 1 or tp_size < 1 or self.num_kv_heads % tp_size:
+            raise ValueError(
+                f"{self.num_kv_heads} KV heads of rank {self.tp_rank} of {self.tp_size} cannot "
+                f"be split over {tp_size} ranks"
+            )
+        heads = self.num_kv_heads // tp_size
+        return replace(self, num_kv_heads=heads, tp_size=tp_size, tp_rank=tp_rank)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks of one group that hold num_tokens tokens."""

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 from typing import TypeVar
 
-from kv_transfer.pull import Pull
+from kv_transfer.gather import Gather
 from kv_transfer.receiver_stats import Ledger
 from kv_transfer.transfer_thread import TransferThread
 from kv_transfer.transport import Landed, LeaseLostError
@@ -21,9 +21,9 @@ class IncomingTransfer:
     `wait_quiesced` has returned.
     """
 
-    def __init__(self, pull: Pull, thread: TransferThread, ledger: Ledger) -> None:
+    def __init__(self, gather: Gather, thread: TransferThread, ledger: Ledger) -> None:
         """Made by `KVReceiver.transfer`."""
-        self._pull = pull
+        self._gather = gather
         self._thread = thread
         self._ledger = ledger
         self._has_begun = False
@@ -65,26 +65,23 @@ class IncomingTransfer:
             self._thread.post(self._give_up)
 
     def _begin(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._pull.run())
+        self._task = asyncio.get_running_loop().create_task(self._gather.run())
         self._task.add_done_callback(self._ended)
         self._ledger.begin(self._task, self._give_up)
 
     def _give_up(self) -> None:
         if self._task is None:
-            self._pull.abandon()
+            self._gather.withdraw()
         elif not self._task.done():
-            # Once only, and not into the fence: it ends by itself, and must not be cut short.
-            if not self._pull.is_ending:
-                self._pull.is_ending = True
-                self._task.cancel()
+            self._gather.give_up()
             return
-        self._pull.recycle()
+        self._gather.recycle()
 
     def _ended(self, task: asyncio.Task[Landed]) -> None:
-        self._pull.abandon()  # where it was cancelled before its first step
+        self._gather.withdraw()
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        self._ledger.end(task, error, self._pull.blocks_landed)
-        if self._pull.is_quiesced:
+        self._ledger.end(task, error, self._gather.blocks_landed)
+        if self._gather.is_quiesced:
             self._quiesced.set_result(None)
         else:
             self._quiesced.set_exception(error or RuntimeError("ended before its fence"))

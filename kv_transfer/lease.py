@@ -162,21 +162,29 @@ class LeaseTable:
         """The transfers whose blocks are pinned."""
         return tuple(record.key for record in self._live.values())
 
+    def check_new(self, key: TransferKey) -> None:
+        """Refuse an attempt that cannot be opened: `LinkRefusedError`.
+
+        It is for another process' incarnation, or its epoch is not above every one seen for this
+        transfer id.
+        """
+        self._check_incarnation(key)
+        seen = self._record(key.transfer_id)
+        if seen is not None and key.epoch <= seen.key.epoch:
+            raise LinkRefusedError(
+                f"epoch {key.epoch} of transfer {key.transfer_id} is not above {seen.key.epoch}"
+            )
+
     def open(self, key: TransferKey, now: float, *, first_blocks: tuple[int, ...] = (0,)) -> None:
         """Start the lease of a new attempt; an older attempt of the same transfer is revoked.
 
         In each group, blocks before the index in `first_blocks` are never granted: the receiver
         has them already, or nobody sees them any more.
-        Raises `LinkRefusedError` for another process' incarnation, or an epoch that is not above
-        every one seen for this transfer id.
+        Raises `LinkRefusedError` as `check_new` does.
         """
-        self._check_incarnation(key)
+        self.check_new(key)
         seen = self._record(key.transfer_id)
         if seen is not None:
-            if key.epoch <= seen.key.epoch:
-                raise LinkRefusedError(
-                    f"epoch {key.epoch} of transfer {key.transfer_id} is not above {seen.key.epoch}"
-                )
             self._expire_if_due(seen, now)
             if seen.state not in ENDED:
                 self._end(seen, LeaseEvent.REVOKE, now, f"superseded by epoch {key.epoch}")

@@ -231,6 +231,10 @@ class ReceiverProtocol:
         self._state = following
         return action
 
+    def allows(self, event: type[Event]) -> bool:
+        """Whether an event of this type is legal now."""
+        return event in TRANSITIONS[self._state]
+
     def check_invariants(self) -> None:
         """Assert INV-COVER and that what landed was granted."""
         self._coverage.check_invariants()

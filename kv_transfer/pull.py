@@ -1,4 +1,4 @@
-"""One transfer as the receiver drives it: the protocol's decisions carried out on a session.
+"""What one owner sends of a transfer: the protocol's decisions carried out on a session.
 
 Runs on the transfer thread. Ends only after the transport's fence, however it ends.
 """
@@ -22,9 +22,7 @@ from kv_transfer.protocol import (
     Fetch,
     Granted,
     Opened,
-    Publish,
     ReceiverProtocol,
-    Recycle,
     TransferState,
 )
 from kv_transfer.transfer_thread import run_beside
@@ -33,7 +31,6 @@ from kv_transfer.transport import (
     CorruptTransferError,
     FetchSession,
     InvalidTransferError,
-    Landed,
     TransferDeadlineError,
     Transport,
 )
@@ -48,7 +45,6 @@ class PullOrder:
     peer: PeerInfo
     key: TransferKey
     me: PeerInfo
-    num_tokens: int
     renew_every_s: float
     deadline_s: float
 
@@ -64,46 +60,47 @@ class Pull:
         self._session: FetchSession | None = None
         self._arrived: asyncio.Queue[tuple[Grant, float]] = asyncio.Queue()
         self._last_grant_at = 0.0
+        self.confirmed_at = 0.0
+        """On the clock; nothing before it is."""
         self.is_ending = False
         """The fence is being waited for: cancelling could only break it."""
 
     @property
-    def blocks_landed(self) -> int:
-        """Blocks that landed and were verified."""
-        return self._protocol.blocks_landed
+    def protocol(self) -> ReceiverProtocol:
+        """Where it stands."""
+        return self._protocol
 
     @property
-    def is_quiesced(self) -> bool:
-        """Whether no byte lands any more."""
-        return self._protocol.state in (
-            TransferState.PUBLISHED,
-            TransferState.QUIESCED,
-            TransferState.FREE,
-        )
+    def last_grant_at(self) -> float:
+        """On the clock; of the grant that came last."""
+        return self._last_grant_at
 
-    async def run(self) -> Landed:
-        """Pull everything and have it confirmed; raises the `TransferError` tree."""
-        started_at = self._clock()
+    @property
+    def transport(self) -> str:
+        """Name of the transport that it uses."""
+        return self._order.transport.name
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that were moved: of whole blocks of the owner's, whatever part of them is ours."""
+        return self._protocol.blocks_landed * self._order.landing.memory.bytes_per_block
+
+    async def run(self) -> None:
+        """Pull everything and have it confirmed; raises the `TransferError` tree.
+
+        CONFIRMED is for this source alone: whoever has all of them publishes.
+        """
         try:
             await self._pull_in_time()
         except BaseException:
             await self._drain()
             raise
-        confirmed_at = self._clock()
-        await self._close()
-        self._protocol.apply(Publish())
-        return self._landed(started_at, confirmed_at)
-
-    def abandon(self) -> None:
-        """End an order that was never begun: nothing was asked for, so nothing can land."""
-        if self._protocol.state is TransferState.RESERVED:
-            self._protocol.apply(Fail())
-            self._protocol.apply(Fenced())
-
-    def recycle(self) -> None:
-        """The destination blocks of a failed transfer go back to the pool; safe to repeat."""
-        if self._protocol.state is TransferState.QUIESCED:
-            self._protocol.apply(Recycle())
+        self.confirmed_at = self._clock()
+        try:
+            await self._close()
+        except BaseException:
+            self._protocol.apply(Fail())  # and no fence: nobody knows whether it has passed
+            raise
 
     async def _pull_in_time(self) -> None:
         self._protocol.apply(Begin())
@@ -175,18 +172,3 @@ class Pull:
         self.is_ending = True
         if self._session is not None:
             await self._session.close()
-
-    def _landed(self, started_at: float, confirmed_at: float) -> Landed:
-        first = self._protocol.first
-        assert first is not None, "INV-COVER: confirmed without a last grant"
-        num_blocks = self._protocol.blocks_landed
-        return Landed(
-            first=first,
-            prompt_logprobs=self._protocol.prompt_logprobs,
-            num_tokens=self._order.num_tokens,
-            num_blocks=num_blocks,
-            num_bytes=num_blocks * self._order.landing.memory.bytes_per_block,
-            transport=self._order.transport.name,
-            fetch_s=confirmed_at - started_at,
-            wait_s=confirmed_at - self._last_grant_at,
-        )

@@ -10,8 +10,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from kv_transfer.compatibility import block_shape, check_compatible
+from kv_transfer.compatibility import (
+    block_shape,
+    check_compatible,
+    check_heads,
+    describe_difference,
+)
+from kv_transfer.gather import Gather
 from kv_transfer.geometry import BlockId, ceil_div
 from kv_transfer.handoff import PeerInfo, TransferKey
 from kv_transfer.incoming import IncomingTransfer
@@ -27,6 +34,14 @@ logger = logging.getLogger(__name__)
 
 RENEWALS_PER_LEASE = 5
 """So that a lease survives four renewals lost or late in a row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Who has a sequence, or a part of its heads, and the transfer that it has opened for us."""
+
+    peer: PeerInfo
+    key: TransferKey
 
 
 class KVReceiver:
@@ -72,20 +87,65 @@ class KVReceiver:
         *,
         first_blocks: tuple[int, ...] = (0,),
     ) -> IncomingTransfer:
+        """Prepare to pull `num_tokens` tokens from one owner, which has all of our heads.
+
+        As `gather` from a single source.
+        """
+        return self.gather(
+            [Source(peer=peer, key=key)],
+            placement,
+            num_tokens,
+            deadline_s,
+            first_blocks=first_blocks,
+        )
+
+    def gather(
+        self,
+        sources: Sequence[Source],
+        placement: Sequence[BlockId],
+        num_tokens: int,
+        deadline_s: float,
+        *,
+        first_blocks: tuple[int, ...] = (0,),
+    ) -> IncomingTransfer:
         """Prepare to pull `num_tokens` tokens, the i-th missing block into `placement[i]`.
 
-        Missing are, group by group, the prompt's blocks from the index in `first_blocks` on:
-        blocks of this worker's size, whatever the peer's are.
-        Nothing is asked for before `pull`. Raises `LinkRefusedError` if the workers do not fit
-        each other or have no transport in common, ValueError for a placement that is too short,
-        names a block twice, or is outside the pool.
+        From each source the heads that it has of ours; what comes after the prompt is the first
+        one's word. Missing are, group by group, the prompt's blocks from the index in
+        `first_blocks` on: blocks of this worker's size, whatever the sources' are.
+        Nothing is asked for before `pull`. Raises `LinkRefusedError` if a worker does not fit this
+        one, the sources' heads are not ours, each once, or there is no transport in common;
+        ValueError for a placement that is too short, names a block twice, or is outside the pool.
         """
-        check_compatible(prefill=peer, decode=self._me)
+        peers = [source.peer for source in sources]
+        for peer in peers:
+            check_compatible(prefill=peer, decode=self._me)
+        check_heads(peers, self._me)
         outside = [block for block in placement if not 0 <= block < self._memory.num_blocks]
         if outside:
             raise ValueError(f"blocks {outside} of {self._memory.num_blocks} in the placement")
+        pulls = [
+            self._pull_from(source, placement, num_tokens, deadline_s, first_blocks)
+            for source in sources
+        ]
+        gather = Gather(pulls, num_tokens=num_tokens, clock=self._clock)
+        return IncomingTransfer(gather, self._thread, self._ledger)
+
+    def stats(self) -> ReceiverStats:
+        """Counters as they are now."""
+        return self._ledger.stats(self._links)
+
+    def _pull_from(
+        self,
+        source: Source,
+        placement: Sequence[BlockId],
+        num_tokens: int,
+        deadline_s: float,
+        first_blocks: tuple[int, ...],
+    ) -> Pull:
+        peer = source.peer
         landing: Landing = InPlace(self._memory)
-        if peer.block_size != self._me.block_size:
+        if self._needs_repack(peer):
             landing, placement, first_blocks = self._repacked(
                 peer, placement, num_tokens, first_blocks
             )
@@ -93,9 +153,8 @@ class KVReceiver:
             transport=self._transport_to(peer, self._offers_for(peer)),
             landing=landing,
             peer=peer,
-            key=key,
+            key=source.key,
             me=self._me,
-            num_tokens=num_tokens,
             renew_every_s=self._renew_every_s,
             deadline_s=deadline_s,
         )
@@ -105,12 +164,10 @@ class KVReceiver:
             placement=placement,
             first_blocks=first_blocks,
         )
-        pull = Pull(order, protocol, self._clock)
-        return IncomingTransfer(pull, self._thread, self._ledger)
+        return Pull(order, protocol, self._clock)
 
-    def stats(self) -> ReceiverStats:
-        """Counters as they are now."""
-        return self._ledger.stats(self._links)
+    def _needs_repack(self, peer: PeerInfo) -> bool:
+        return block_shape(peer) != block_shape(self._me)
 
     def _repacked(
         self,
@@ -119,7 +176,7 @@ class KVReceiver:
         num_tokens: int,
         first_blocks: tuple[int, ...],
     ) -> tuple[Landing, Sequence[BlockId], tuple[int, ...]]:
-        """A landing for blocks of the peer's size; what is expected, and covered, is those.
+        """A landing for blocks of the peer's shape; what is expected, and covered, is those.
 
         The protocol's placement only numbers them: where their tokens go, the landing knows.
         """
@@ -150,7 +207,7 @@ class KVReceiver:
 
     def _offers_for(self, peer: PeerInfo) -> Sequence[Offer]:
         """The transports that can bring its blocks; `LinkRefusedError` if there is none."""
-        if peer.block_size == self._me.block_size:
+        if not self._needs_repack(peer):
             return self._offers
         # Scratch blocks live as long as a transfer: only where a closed session is the fence.
         offers = [
@@ -160,8 +217,7 @@ class KVReceiver:
         ]
         if not offers:
             raise LinkRefusedError(
-                f"block size differs: {peer.block_size} on {peer.worker_id}, "
-                f"{self._me.block_size} on {self._me.worker_id}; transport "
+                f"{describe_difference(peer, self._me)}; transport "
                 f"{' or '.join(self._transports)} cannot repack"
             )
         return offers

@@ -91,7 +91,8 @@ class Ledger:
         landed = task.result()
         self._by_outcome["landed"] += 1
         self._blocks_published += landed.num_blocks
-        self._bytes_published[landed.transport] += landed.num_bytes
+        for transport, num_bytes in landed.moved.items():
+            self._bytes_published[transport] += num_bytes
         self._fetch.observe(landed.fetch_s)
         self._wait.observe(landed.wait_s)
 

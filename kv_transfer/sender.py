@@ -28,6 +28,7 @@ from kv_transfer.handoff import (
 )
 from kv_transfer.lease import LeaseTable
 from kv_transfer.logprobs import TokenLogprobs
+from kv_transfer.readers import Ended, Readers
 from kv_transfer.selection import Offer, check_memory
 from kv_transfer.transfer_thread import TransferThread
 from kv_transfer.transport import BlockMemory, BlockServer, Clock, LinkRefusedError, Transport
@@ -35,7 +36,10 @@ from kv_transfer.transport import BlockMemory, BlockServer, Clock, LinkRefusedEr
 logger = logging.getLogger(__name__)
 
 OnEnd = Callable[[TransferKey, ReleaseReason], None]
-"""Called exactly once per opened transfer; from then on its blocks may be freed."""
+"""Called exactly once per opened transfer; from then on its blocks may be freed.
+
+Of transfers that were opened together it is called when all of them have ended.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +107,18 @@ class KVSender:
         Raises `LinkRefusedError` if the workers do not fit each other, the key is for another
         process, or its epoch is not a new one. Nothing is held then and `on_end` is not called.
         """
-        self._authority.open(key, decode, first_blocks)
+        self.open_together({key: decode}, first_blocks=first_blocks)
+
+    def open_together(
+        self, readers: Mapping[TransferKey, PeerInfo], *, first_blocks: tuple[int, ...] = (0,)
+    ) -> None:
+        """Start a lease for each of several workers that will read the same blocks.
+
+        As the ranks of a tensor-parallel decode worker do, each its heads. Every one is granted,
+        renewed, confirmed and ended for itself; none of their ends is told to `on_end` before the
+        last. Raises as `open`, and then no lease was started.
+        """
+        self._authority.open(readers, first_blocks)
 
     def grant(
         self,
@@ -179,6 +194,7 @@ class _Authority:
         self._on_end = on_end
         self._clock = clock
         self._lock = threading.Lock()
+        self._readers = Readers()
         self._changed: dict[TransferKey, asyncio.Event] = {}  # the transfer thread's
         self._granted_blocks: Counter[TransferKey] = Counter()
         self._transport_of: dict[TransferKey, str] = {}
@@ -193,15 +209,18 @@ class _Authority:
 
     # Called by the worker.
 
-    def open(self, key: TransferKey, decode: PeerInfo, first_blocks: tuple[int, ...]) -> None:
+    def open(self, readers: Mapping[TransferKey, PeerInfo], first_blocks: tuple[int, ...]) -> None:
         with self._lock:
             try:
-                self._check_peer(key, decode)
-                self._table.open(key, self._clock(), first_blocks=first_blocks)
+                self._check_readers(readers)
             except LinkRefusedError:
                 self._refused += 1
                 raise
-            self._opened += 1
+            now = self._clock()
+            for key in readers:
+                self._table.open(key, now, first_blocks=first_blocks)
+            self._readers.begin(tuple(readers))
+            self._opened += len(readers)
         self._thread.post(self._announce)  # an older attempt may have ended by it
 
     def grant(
@@ -313,6 +332,13 @@ class _Authority:
                 self._table.revoke(key, why, self._clock())
         self._announce()
 
+    def _check_readers(self, readers: Mapping[TransferKey, PeerInfo]) -> None:
+        for key, decode in readers.items():
+            self._check_peer(key, decode)
+            self._table.check_new(key)
+        if len({key.transfer_id for key in readers}) < len(readers):
+            raise LinkRefusedError("two ranks of a decode worker name one transfer id")
+
     def _check_peer(self, key: TransferKey, decode: PeerInfo) -> None:
         check_compatible(self._me, decode)
         if key.decode_incarnation != decode.incarnation:
@@ -324,15 +350,18 @@ class _Authority:
     def _announce(self) -> None:
         with self._lock:
             ended = self._table.take_ended()
+            freed: list[Ended] = []
             for key, reason in ended:
+                freed += self._readers.end(key, reason)
                 self._ended[reason] += 1
                 granted = self._granted_blocks.pop(key, 0)
                 transport = self._transport_of.pop(key, None)
                 if reason is ReleaseReason.CONFIRMED and transport is not None:
                     self._blocks_confirmed[transport] += granted
-        for key, reason in ended:
+        for key, _ in ended:
             self._wake(key)
             self._changed.pop(key, None)
+        for key, reason in freed:
             assert self.worker_loop is not None, "a transfer was opened before start"
             self.worker_loop.call_soon_threadsafe(self._on_end, key, reason)
 

@@ -207,20 +207,26 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landed:
-    """A hand-off whose coverage is full and whose confirm was VALID."""
+    """A hand-off whose coverage is full and whose confirm was VALID, from every source."""
 
     first: FirstToken
+    """Of the first source, as are the log-probabilities."""
     prompt_logprobs: tuple[TokenLogprobs, ...]
     """Of all grants, in order."""
     num_tokens: int
     num_blocks: int
-    num_bytes: int
-    transport: str
-    """Name of the transport that moved it."""
+    """That were fetched: of the sources' sizes, from all of them together."""
+    moved: Mapping[str, int]
+    """Bytes by transport."""
     fetch_s: float
-    """From opening the session to VALID."""
+    """From opening the sessions to the last VALID."""
     wait_s: float
-    """From the last grant to VALID: what the hand-off adds after the last chunk."""
+    """From the last grant to the last VALID: what the hand-off adds after the last chunk."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that were moved."""
+        return sum(self.moved.values())
 
 
 Clock = Callable[[], float]

@@ -6,7 +6,7 @@ Ended transfers are reported as they end.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +19,7 @@ from kv_transfer.transport import Transport
 from kv_transfer.transports.stream_server import StreamTimings
 from tests.fakes.block_memory import ByteMemory
 from tests.fakes.line_process import Tell
+from tests.fakes.rank_pools import guarded, write_sequence
 from tests.fakes.stream_kinds import ALL_KINDS
 
 _TRANSPORTS: dict[str, Callable[..., Transport]] = {
@@ -30,17 +31,24 @@ class Owner:
     """Carries out commands; a command's name is a method's."""
 
     def __init__(self, arguments: dict[str, Any], tell: Tell) -> None:
-        self.memory = ByteMemory(arguments["num_blocks"], arguments["bytes_per_block"], shared=True)
-        self.memory.fill(arguments["seed"])
-        self.me = PeerInfo(**arguments["me"])
-        timings = StreamTimings(**arguments["timings"])
+        self.transport = _TRANSPORTS[arguments["transport"]]
+        self.timings = StreamTimings(**arguments["timings"])
+        self.lease_s = arguments["lease_s"]
+        self.tell = tell
+        memory = ByteMemory(arguments["num_blocks"], arguments["bytes_per_block"], shared=True)
+        memory.fill(arguments["seed"])
+        self._be(memory, PeerInfo(**arguments["me"]))
+
+    def _be(self, memory: ByteMemory, me: PeerInfo) -> None:
+        self.memory = memory
+        self.me = me
         self.sender = KVSender(
             memory=self.memory,
             me=self.me,
             generation_of=self.memory.generation_of,
-            transports=[_TRANSPORTS[arguments["transport"]](timings=timings)],
-            on_end=lambda key, reason: tell(ended=key.transfer_id, reason=reason.value),
-            lease_s=arguments["lease_s"],
+            transports=[self.transport(timings=self.timings)],
+            on_end=lambda key, reason: self.tell(ended=key.transfer_id, reason=reason.value),
+            lease_s=self.lease_s,
             sweep_s=0.02,
         )
 
@@ -56,6 +64,35 @@ class Owner:
         """Open a transfer."""
         self.sender.open(TransferKey(**key), PeerInfo(**decode))
         return {}
+
+    async def become(self, me: dict[str, Any], table: list[int], num_tokens: int) -> dict[str, Any]:
+        """Be another worker from now on, whose pool holds one sequence (`rank_pools`)."""
+        await self.sender.close()
+        assert self.memory.region is not None
+        self.memory.region.close()
+        info = PeerInfo(**me)
+        memory = guarded(info, shared=True)
+        write_sequence(memory, info, table, range(num_tokens))
+        self._be(memory, info)
+        return {"peer": asdict(await self.sender.start())}
+
+    def offer_together(
+        self, readers: Sequence[tuple[dict[str, Any], dict[str, Any]]], first_block: int
+    ) -> dict[str, Any]:
+        """Open transfers of the same blocks to several workers."""
+        self.sender.open_together(
+            {TransferKey(**key): PeerInfo(**decode) for key, decode in readers},
+            first_blocks=(first_block,),
+        )
+        return {}
+
+    def grant_part(
+        self, key: dict[str, Any], blocks: list[dict[str, Any]], token_id: int | None
+    ) -> dict[str, Any]:
+        """Grant blocks of any number of tokens; a token id makes it the last."""
+        granted = [GrantedBlock(**block) for block in blocks]
+        first = FirstToken(token_id=token_id) if token_id is not None else None
+        return {"live": self.sender.grant(TransferKey(**key), granted, first)}
 
     def grant(
         self, key: dict[str, Any], start: int, block_ids: list[int], token_id: int | None

@@ -8,6 +8,7 @@ as long as the test run.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import multiprocessing
 import os
@@ -143,7 +144,10 @@ async def _carry_out(
     tell(**await program.start())
     while line := await reader.readline():
         command = json.loads(line)
-        tell(id=command["id"], **getattr(program, command["do"])(**command["with"]))
+        answer = getattr(program, command["do"])(**command["with"])
+        if inspect.isawaitable(answer):
+            answer = await answer
+        tell(id=command["id"], **answer)
     await program.close()
     writer.close()
     await writer.wait_closed()

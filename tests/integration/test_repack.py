@@ -109,9 +109,9 @@ def cached_blocks(cache) -> list[BlockId]:
 async def test_a_rank_of_a_split_model_is_refused_and_the_prompt_computed_here(
     model, oracle, caplog
 ):
-    """A rank's blocks have a part of the heads: one source is not the whole prompt."""
+    """A rank's blocks have a part of the heads: decode asks one owner, which has not the whole."""
     whole = layout_of(model, block_size=OWN_BLOCK_SIZE)
-    rank = replace(whole, num_kv_heads=whole.num_kv_heads // 2, tp_size=2, tp_rank=1)
+    rank = whole.for_rank(1, 2)
     async with rig_with(model, TCP, whole) as rig:
         info = rig.prefill_sides[0].info
         changes = {
@@ -125,4 +125,4 @@ async def test_a_rank_of_a_split_model_is_refused_and_the_prompt_computed_here(
         worker._me = replace(worker.me, **changes)
 
         assert await ask(rig, oracle, prompt_of(1, 50)) == "decode-0"
-    assert "tensor-parallel rank differs: 1 of 2 on prefill-0, 0 of 1 on decode-0" in caplog.text
+    assert "KV heads do not add up: 1 to 1 on prefill-0, 0 to 1 on decode-0" in caplog.text

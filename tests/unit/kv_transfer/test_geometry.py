@@ -152,3 +152,29 @@ def test_an_endpoint_is_found_by_its_transport():
     )
     assert peer.endpoint("tcp") == "10.0.0.1:5"
     assert peer.endpoint("nixl") is None
+
+
+def test_ranks_share_the_heads_in_equal_runs():
+    whole = dataclasses.replace(LAYOUT, num_kv_heads=4)
+    ranks = [whole.for_rank(rank, 2) for rank in range(2)]
+    assert [(rank.num_kv_heads, rank.tp_rank, rank.tp_size) for rank in ranks] == [
+        (2, 0, 2),
+        (2, 1, 2),
+    ]
+    assert sum(rank.bytes_per_block for rank in ranks) == whole.bytes_per_block
+    assert {rank.content_fingerprint for rank in ranks} == {whole.content_fingerprint}
+    assert whole.for_rank(0, 1) == whole
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "named"),
+    [(0, 2, "3 KV heads"), (0, 0, "3 KV heads"), (3, 3, "no rank 3 of 3"), (-1, 3, "no rank -1")],
+)
+def test_heads_that_cannot_be_shared_and_ranks_that_are_not_are_refused(rank, size, named):
+    with pytest.raises(ValueError, match=named):
+        LAYOUT.for_rank(rank, size)
+
+
+def test_the_layout_of_a_rank_has_no_ranks():
+    with pytest.raises(ValueError, match="rank 1 of 3"):
+        LAYOUT.for_rank(1, 3).for_rank(0, 1)

@@ -18,6 +18,7 @@ from kv_transfer.transport import (
 )
 from tests.fakes.clock import FakeClock
 from tests.fakes.kv_link import FIRST, NUM_TOKENS, PLACES, POISON, kv_link
+from tests.fakes.rank_link import rank_link
 from tests.fakes.transport import Fault, FaultKind, FaultyTransport
 from tests.fakes.until import until
 
@@ -368,6 +369,26 @@ async def test_blocks_of_another_size_are_refused_where_no_transport_can_repack(
         )
         with pytest.raises(LinkRefusedError, match=r"block size differs: 8 .* 4 .* cannot repack"):
             link.incoming(key)
+
+
+async def test_another_share_of_the_heads_is_refused_where_no_transport_can_repack():
+    """As of another block size: torch and nixl have such fences."""
+    transport = FaultyTransport()
+    transport.capabilities = dataclasses.replace(transport.capabilities, fence="on_abort")
+    async with rank_link(transport, transport) as link:
+        refused = r"rank differs: 0 of 2 on prefill-0, 0 of 1 on decode-0; .*faulty cannot repack"
+        with pytest.raises(LinkRefusedError, match=refused):
+            link.incoming()
+        assert link.receiver.stats().by_outcome == {}
+
+
+async def test_one_owner_that_has_not_all_heads_is_refused():
+    """One source of a sequence is the whole of it, or nothing is pulled."""
+    transport = FaultyTransport()
+    async with rank_link(transport, transport) as link:
+        owner = link.owners[1]
+        with pytest.raises(LinkRefusedError, match="add up: 2 to 3 on prefill-1, 0 to 3 on decode"):
+            link.receiver.transfer(owner.info, link.offer(owner), PLACES, NUM_TOKENS, 1.0)
 
 
 async def test_a_better_transport_that_does_not_start_here_is_said_of_the_link():

@@ -12,6 +12,7 @@ from tests.fakes.block_memory import ByteMemory, peer_info, transfer_key
 from tests.fakes.clock import FakeClock
 from tests.fakes.kv_link import FIRST, kv_link
 from tests.fakes.transport import Fault, FaultKind, FaultyTransport
+from tests.fakes.until import until
 
 
 async def test_start_adds_an_endpoint_per_transport_and_nothing_else():
@@ -42,6 +43,77 @@ async def test_open_refuses_other_incarnations_and_epochs_that_were_seen(key):
         with pytest.raises(LinkRefusedError):
             link.sender.open(key, link.me)
         assert link.sender.stats().active_leases == 1
+
+
+READERS = {transfer_key("rank 0"): "d-1", transfer_key("rank 1", decode="d-2"): "d-2"}
+"""Two ranks of one decode worker, by the transfers that they asked for."""
+
+
+def open_together(link):
+    readers = {
+        key: dataclasses.replace(link.me, incarnation=incarnation)
+        for key, incarnation in READERS.items()
+    }
+    link.sender.open_together(readers)
+    for key in readers:
+        assert link.sender.grant(key, link.blocks(), FIRST)
+    return tuple(readers)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_blocks_that_two_ranks_read_are_freed_when_both_have_ended(first):
+    """Each has a lease of its own; the end of one is told with that of the other."""
+    async with kv_link(FaultyTransport()) as link:
+        keys = open_together(link)
+        assert link.sender.stats().active_leases == 2
+        link.sender.revoke(keys[first], "gone")
+        await until(lambda: link.sender.stats().ended == {ReleaseReason.REVOKED: 1})
+        for _ in range(20):  # what is told is on its way by now
+            await asyncio.sleep(0.001)
+        other = keys[1 - first]
+        assert link.sender.stats().active_leases == 1
+        assert link.ended == []
+
+        link.sender.revoke(other, "gone as well")
+
+        await link.next_end()
+        await link.next_end()
+    assert [key for key, _ in link.ended] == [keys[first], other]
+
+
+async def test_a_confirmed_rank_frees_nothing_while_another_lease_lives():
+    clock = FakeClock()
+    async with kv_link(FaultyTransport(), clock=clock) as link:
+        mine, other = open_together(link)
+        await link.incoming(mine).pull()
+        assert link.has_arrived()
+        assert link.sender.stats().confirms == {Verdict.VALID: 1}
+        assert (link.sender.stats().active_leases, link.ended) == (1, [])
+
+        clock.advance(5.0)
+
+        assert await link.next_end() is ReleaseReason.CONFIRMED
+        assert await link.next_end() is ReleaseReason.EXPIRED
+    assert link.ended == [(mine, ReleaseReason.CONFIRMED), (other, ReleaseReason.EXPIRED)]
+
+
+@pytest.mark.parametrize(
+    ("second", "named"),
+    [
+        (transfer_key("rank 1", prefill="p-0"), "p-0"),
+        (transfer_key("rank 1", decode="d-0"), "d-0"),
+        (transfer_key("seen"), "epoch 0"),
+        (transfer_key("rank 0", epoch=1), "one transfer id"),
+    ],
+)
+async def test_of_ranks_all_are_opened_or_none(second, named):
+    async with kv_link(FaultyTransport()) as link:
+        link.open("seen")
+        with pytest.raises(LinkRefusedError, match=named):
+            link.sender.open_together({transfer_key("rank 0"): link.me, second: link.me})
+        stats = link.sender.stats()
+        assert (stats.active_leases, stats.opened, stats.refused) == (1, 1, 1)
+        assert link.ended == []
 
 
 async def test_a_transfer_that_never_gets_a_session_ends_by_expiry_once():

@@ -1,0 +1,114 @@
+"""The ranks of a prefill worker and one of a decode worker in one process, over any transports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from kv_transfer.geometry import BlockId, KVLayout
+from kv_transfer.handoff import FirstToken, PeerInfo, ReleaseReason, TransferKey
+from kv_transfer.incoming import IncomingTransfer
+from kv_transfer.receiver import KVReceiver, Source
+from kv_transfer.sender import KVSender
+from kv_transfer.transport import Transport
+from tests.fakes.block_memory import ByteMemory
+from tests.fakes.kv_processes import key_of
+from tests.fakes.rank_pools import (
+    blocks_of,
+    guarded,
+    holds_sequence,
+    rank_info,
+    whole_layout,
+    write_sequence,
+)
+
+NUM_TOKENS = 22
+TABLE = [3, 1, 4, 15, 9, 2]
+"""Of blocks of 4 tokens, on every rank of prefill."""
+PLACES = [5, 0, 7, 9, 1, 2]
+
+
+@dataclass(kw_only=True)
+class OwnerRank:
+    """One of prefill, with its pool and what its sender reported."""
+
+    info: PeerInfo
+    memory: ByteMemory
+    sender: KVSender
+    ends: asyncio.Queue[tuple[TransferKey, ReleaseReason]] = field(default_factory=asyncio.Queue)
+
+    async def next_end(self) -> ReleaseReason:
+        """Why the next transfer ended."""
+        async with asyncio.timeout(10):
+            return (await self.ends.get())[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLink:
+    """Owners, and who pulls from all of them."""
+
+    owners: Sequence[OwnerRank]
+    me: PeerInfo
+    memory: ByteMemory
+    receiver: KVReceiver
+
+    def offer(self, owner: OwnerRank) -> TransferKey:
+        """Open a transfer and grant all of it, in two grants; rank r says the token 40 + r."""
+        key = key_of(owner.info, self.me, f"of {owner.info.worker_id}")
+        owner.sender.open(key, self.me)
+        blocks = blocks_of(owner.info, TABLE, NUM_TOKENS)
+        assert owner.sender.grant(key, blocks[:2], None)
+        first = FirstToken(token_id=40 + owner.info.tp_rank)
+        assert owner.sender.grant(key, blocks[2:], first)
+        return key
+
+    def incoming(self) -> IncomingTransfer:
+        """All of it from all owners."""
+        sources = [Source(peer=owner.info, key=self.offer(owner)) for owner in self.owners]
+        places = [BlockId(place) for place in PLACES]
+        return self.receiver.gather(sources, places, NUM_TOKENS, 20.0)
+
+    def has_arrived(self) -> bool:
+        """Whether the pool holds the sequence, with all heads, and nothing else."""
+        return holds_sequence(self.memory, self.me, PLACES, range(NUM_TOKENS))
+
+
+@asynccontextmanager
+async def rank_link(*transports: Transport) -> AsyncIterator[RankLink]:
+    """A whole decode worker and as many prefill ranks as transports, each over its own."""
+    layout = whole_layout(block_size=4)
+    me = rank_info(layout, "decode-0", "d-1")
+    memory = guarded(me)
+    receiver = KVReceiver(memory=memory, me=me, transports=transports)
+    async with AsyncExitStack() as stack:
+        owners = [
+            await stack.enter_async_context(_owner(layout.for_rank(i, len(transports)), transport))
+            for i, transport in enumerate(transports)
+        ]
+        await receiver.start()
+        stack.push_async_callback(receiver.close)
+        yield RankLink(owners=owners, me=me, memory=memory, receiver=receiver)
+
+
+@asynccontextmanager
+async def _owner(layout: KVLayout, transport: Transport) -> AsyncIterator[OwnerRank]:
+    info = rank_info(layout, f"prefill-{layout.tp_rank}", f"p-{layout.tp_rank}")
+    memory = guarded(info, shared=True)
+    write_sequence(memory, info, TABLE, range(NUM_TOKENS))
+    ends: asyncio.Queue[tuple[TransferKey, ReleaseReason]] = asyncio.Queue()
+    sender = KVSender(
+        memory=memory,
+        me=info,
+        generation_of=memory.generation_of,
+        transports=[transport],
+        on_end=lambda key, reason: ends.put_nowait((key, reason)),
+        sweep_s=0.005,
+    )
+    try:
+        yield OwnerRank(info=await sender.start(), memory=memory, sender=sender, ends=ends)
+    finally:
+        await sender.close()
+        assert memory.region is not None
+        memory.region.close()

@@ -1,0 +1,97 @@
+"""Pools of tensor-parallel ranks in which each byte says what it is: layer, K or V, token, head."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import product
+
+from kv_transfer.compatibility import block_shape
+from kv_transfer.geometry import BlockId, KVLayout, logical_block
+from kv_transfer.handoff import GrantedBlock, PeerInfo
+from kv_transfer.repack import BlockShape
+from tests.fakes.block_memory import ByteMemory
+
+WINDOW = 64
+NUM_BLOCKS = 24
+"""Of every rank's pool: more than any sequence here needs."""
+GUARD = 0xEE
+"""What a pool holds where nothing of the sequence is."""
+_NAME = struct.Struct("<BBHB")
+
+
+def whole_layout(block_size: int) -> KVLayout:
+    """All heads of a small model."""
+    return KVLayout(
+        model_digest="m" * 32,
+        dtype="fp16",
+        element_bytes=2,
+        num_layers=2,
+        num_kv_heads=4,
+        head_dim=6,
+        block_size=block_size,
+    )
+
+
+def rank_info(layout: KVLayout, name: str, incarnation: str) -> PeerInfo:
+    """A worker with a pool of this layout."""
+    return PeerInfo.of(
+        layout,
+        worker_id=name,
+        incarnation=incarnation,
+        max_model_len=WINDOW,
+        pool_tokens=NUM_BLOCKS * layout.block_size,
+        host="here",
+    )
+
+
+def guarded(info: PeerInfo, *, shared: bool = False) -> ByteMemory:
+    """A worker's pool without any sequence."""
+    memory = ByteMemory(NUM_BLOCKS, info.bytes_per_block, shared=shared)
+    for block_id in range(NUM_BLOCKS):
+        memory.block(BlockId(block_id))[:] = bytes([GUARD]) * info.bytes_per_block
+    return memory
+
+
+def write_sequence(memory: ByteMemory, info: PeerInfo, table: Sequence[int], tokens: range) -> None:
+    """Put the KV of a sequence's tokens, with the heads that the worker has, into its blocks."""
+    shape = block_shape(info)
+    places = product(tokens, range(shape.num_layers), range(2), range(shape.num_heads))
+    for token, layer, kind, head in places:
+        index, offset = divmod(token, shape.block_size)
+        start = _start(shape, layer, kind, offset, head)
+        name = _NAME.pack(layer, kind, token, shape.first_head + head)
+        content = (name * shape.head_bytes)[: shape.head_bytes]
+        memory.block(BlockId(table[index]))[start : start + shape.head_bytes] = content
+
+
+def holds_sequence(memory: ByteMemory, info: PeerInfo, table: Sequence[int], tokens: range) -> bool:
+    """Whether the pool holds these tokens in these blocks, and everywhere else what it held."""
+    expected = guarded(info)
+    write_sequence(expected, info, table, tokens)
+    return all(
+        memory.block(BlockId(block_id)) == expected.block(BlockId(block_id))
+        for block_id in range(NUM_BLOCKS)
+    )
+
+
+def blocks_of(
+    info: PeerInfo, table: Sequence[int], num_tokens: int, first_token: int = 0
+) -> tuple[GrantedBlock, ...]:
+    """The blocks of a sequence that are granted from the one with first_token on."""
+    size = info.block_size
+    return tuple(
+        GrantedBlock(
+            logical=logical_block(0, index),
+            block_id=BlockId(block_id),
+            generation=0,
+            valid_tokens=min(size, num_tokens - index * size),
+        )
+        for index, block_id in enumerate(table)
+        if first_token // size <= index < -(-num_tokens // size)
+    )
+
+
+def _start(shape: BlockShape, layer: int, kind: int, offset: int, head: int) -> int:
+    row = ((layer * 2 + kind) * shape.block_size + offset) * shape.num_heads + head
+    return row * shape.head_bytes

@@ -1,0 +1,140 @@
+"""Prefill ranks in processes of their own, and decode ranks in the test's, that pull from them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+
+from kv_transfer.compatibility import check_compatible
+from kv_transfer.geometry import BlockId, KVLayout
+from kv_transfer.handoff import PeerInfo, TransferKey
+from kv_transfer.incoming import IncomingTransfer
+from kv_transfer.receiver import KVReceiver, Source
+from kv_transfer.transport import LinkRefusedError
+from tests.fakes.block_memory import ByteMemory
+from tests.fakes.kv_processes import PATIENT, OwnerProcess, key_of, owner_process
+from tests.fakes.rank_pools import blocks_of, guarded, rank_info
+from tests.fakes.stream_kinds import StreamKind
+
+FIRST_TOKEN = 7
+"""That rank 0 says; rank r says r more."""
+
+
+class PrefillRank:
+    """A process that can be a rank of any prefill worker, one after the other."""
+
+    def __init__(self, owner: OwnerProcess, number: int) -> None:
+        self.owner = owner
+        self.number = number
+        self.table: Sequence[int] = ()
+
+    @property
+    def info(self) -> PeerInfo:
+        """As which it is known now."""
+        return self.owner.info
+
+    async def become(self, layout: KVLayout, table: Sequence[int], num_tokens: int) -> None:
+        """Hold a sequence, in blocks of this layout, as another worker than before."""
+        name = f"prefill-{layout.tp_rank}-of-{layout.tp_size}-{layout.block_size}"
+        me = rank_info(layout, name, name)
+        answer = await self.owner.ask(
+            "become", me=asdict(me), table=list(table), num_tokens=num_tokens
+        )
+        peer = answer["peer"]
+        peer["endpoints"] = tuple(tuple(endpoint) for endpoint in peer["endpoints"])
+        self.owner.info = PeerInfo(**peer)
+        self.owner.ended.clear()
+        self.table = table
+
+    async def offer(
+        self, readers: Sequence[DecodeRank], num_tokens: int, first_token: int = 0
+    ) -> None:
+        """Open a transfer to each of these ranks, and grant nothing yet."""
+        pairs = [(asdict(reader.key(self)), asdict(reader.me)) for reader in readers]
+        first_block = first_token // self.info.block_size
+        await self.owner.ask("offer_together", readers=pairs, first_block=first_block)
+
+    async def grant(
+        self, reader: DecodeRank, num_tokens: int, part: slice, first_token: int = 0
+    ) -> None:
+        """Grant some of the blocks; those up to the end are the last ones."""
+        blocks = blocks_of(self.info, self.table, num_tokens, first_token)[part]
+        await self.owner.ask(
+            "grant_part",
+            key=asdict(reader.key(self)),
+            blocks=[asdict(block) for block in blocks],
+            token_id=FIRST_TOKEN + self.number if part.stop is None else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRank:
+    """A rank of a decode worker, with its pool."""
+
+    me: PeerInfo
+    memory: ByteMemory
+    receiver: KVReceiver
+
+    def key(self, rank: PrefillRank) -> TransferKey:
+        """Of its only transfer from there."""
+        return key_of(rank.info, self.me, f"{rank.info.worker_id} to {self.me.worker_id}")
+
+    def owners(self, ranks: Sequence[PrefillRank]) -> list[PrefillRank]:
+        """Those that have heads of its own."""
+        return [rank for rank in ranks if self._may_link(rank)]
+
+    def incoming(
+        self,
+        ranks: Sequence[PrefillRank],
+        table: Sequence[int],
+        num_tokens: int,
+        *,
+        first_block: int = 0,
+    ) -> IncomingTransfer:
+        """A transfer of everything that is missing from its block `first_block` on."""
+        return self.receiver.gather(
+            [Source(peer=rank.info, key=self.key(rank)) for rank in ranks],
+            [BlockId(block_id) for block_id in table[first_block:]],
+            num_tokens,
+            30.0,
+            first_blocks=(first_block,),
+        )
+
+    def _may_link(self, rank: PrefillRank) -> bool:
+        try:
+            check_compatible(rank.info, self.me)
+        except LinkRefusedError:
+            return False
+        return True
+
+
+@asynccontextmanager
+async def prefill_ranks(kind: StreamKind, number: int) -> AsyncIterator[list[PrefillRank]]:
+    """Processes that are started at once."""
+    async with AsyncExitStack() as stack:
+        starts = [
+            stack.enter_async_context(owner_process(kind, 64, name=f"rank-{i}"))
+            for i in range(number)
+        ]
+        owners = await asyncio.gather(*starts)
+        yield [PrefillRank(owner, i) for i, owner in enumerate(owners)]
+
+
+@asynccontextmanager
+async def decode_ranks(
+    kind: StreamKind, layout: KVLayout, number: int
+) -> AsyncIterator[list[DecodeRank]]:
+    """The ranks over which the layout's heads are split, each with a pool full of guard bytes."""
+    ranks = []
+    for i in range(number):
+        me = rank_info(layout.for_rank(i, number), f"decode-{i}", f"decode-{i}-of-{number}")
+        memory = guarded(me)
+        receiver = KVReceiver(memory=memory, me=me, transports=[kind.transport(timings=PATIENT)])
+        ranks.append(DecodeRank(me=me, memory=memory, receiver=receiver))
+    async with AsyncExitStack() as stack:
+        for rank in ranks:
+            await rank.receiver.start()
+            stack.push_async_callback(rank.receiver.close)
+        yield ranks
