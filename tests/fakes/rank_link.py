@@ -54,19 +54,25 @@ class RankLink:
     memory: ByteMemory
     receiver: KVReceiver
 
-    def offer(self, owner: OwnerRank) -> TransferKey:
-        """Open a transfer and grant all of it, in two grants; rank r says the token 40 + r."""
-        key = key_of(owner.info, self.me, f"of {owner.info.worker_id}")
-        owner.sender.open(key, self.me)
+    def key(self, owner: OwnerRank) -> TransferKey:
+        """Of the only transfer from there."""
+        return key_of(owner.info, self.me, f"of {owner.info.worker_id}")
+
+    def grant(self, owner: OwnerRank) -> None:
+        """All of the sequence, in two grants; rank r says the token 40 + r."""
+        key = self.key(owner)
         blocks = blocks_of(owner.info, TABLE, NUM_TOKENS)
         assert owner.sender.grant(key, blocks[:2], None)
         first = FirstToken(token_id=40 + owner.info.tp_rank)
         assert owner.sender.grant(key, blocks[2:], first)
-        return key
 
-    def incoming(self) -> IncomingTransfer:
-        """All of it from all owners."""
-        sources = [Source(peer=owner.info, key=self.offer(owner)) for owner in self.owners]
+    def incoming(self, granting: Sequence[OwnerRank] | None = None) -> IncomingTransfer:
+        """All of it from all owners; those that are not granting have only opened a transfer."""
+        for owner in self.owners:
+            owner.sender.open(self.key(owner), self.me)
+        for owner in self.owners if granting is None else granting:
+            self.grant(owner)
+        sources = [Source(peer=owner.info, key=self.key(owner)) for owner in self.owners]
         places = [BlockId(place) for place in PLACES]
         return self.receiver.gather(sources, places, NUM_TOKENS, 20.0)
 

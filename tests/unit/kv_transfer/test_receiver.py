@@ -388,7 +388,7 @@ async def test_one_owner_that_has_not_all_heads_is_refused():
     async with rank_link(transport, transport) as link:
         owner = link.owners[1]
         with pytest.raises(LinkRefusedError, match="add up: 2 to 3 on prefill-1, 0 to 3 on decode"):
-            link.receiver.transfer(owner.info, link.offer(owner), PLACES, NUM_TOKENS, 1.0)
+            link.receiver.transfer(owner.info, link.key(owner), PLACES, NUM_TOKENS, 1.0)
 
 
 async def test_a_better_transport_that_does_not_start_here_is_said_of_the_link():
