@@ -186,7 +186,7 @@ class JoinedStates(RuleBasedStateMachine):
 
 
 TestJoinedStates = JoinedStates.TestCase
-TestJoinedStates.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestJoinedStates.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 
 
 def whole(*block_sizes: int) -> tuple[JoinedTransfer, list[SourceModel]]:
