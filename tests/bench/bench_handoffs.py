@@ -26,7 +26,7 @@ from configs.schema import TransferSettings
 from tests.tools.baton_server import BatonServer
 from tests.tools.bench_process import bench_directory, model_for, runnable, say
 from tests.tools.chaos import is_quiet
-from tests.tools.golden import golden_texts
+from tests.tools.golden import golden_texts, greedy_or_sampled
 from tests.tools.hearing import Heard, hear
 from tests.tools.scrape import Scrape
 
@@ -73,7 +73,7 @@ def make_bodies(rng: random.Random, number: int) -> list[dict[str, Any]]:
             "model": "served",
             "prompt": rng.choices(range(300, 20_000), k=rng.randint(LOCAL_TOKENS + 1, longest)),
             "max_tokens": rng.randint(1, MAX_OUTPUT_TOKENS),
-            "temperature": 0.8 * (index % 2),
+            **greedy_or_sampled(index),
             "seed": index,
             "ignore_eos": True,
             "stream": index % 3 == 0,

@@ -30,7 +30,7 @@ from tests.fakes.until import until
 from tests.tools.baton_server import MODEL, BatonServer
 from tests.tools.bench_process import bench_directory, say
 from tests.tools.faults import stopped
-from tests.tools.golden import golden_texts
+from tests.tools.golden import golden_texts, greedy_or_sampled
 from tests.tools.hearing import Heard, hear
 from tests.tools.scrape import Scrape
 
@@ -86,7 +86,7 @@ def bodies(rounds: int) -> list[dict[str, Any]]:
             "model": MODEL,
             "prompt": f"Light {number}. " + " ".join(days),
             "max_tokens": OUTPUT_TOKENS,
-            "temperature": 0.8 * (number % 2),
+            **greedy_or_sampled(number),
             "seed": number,
             "ignore_eos": True,
             "stream": True,

@@ -19,7 +19,7 @@ import httpx
 
 from tests.tools.baton_server import BatonServer
 from tests.tools.faults import FAULTY_SETTINGS, Faults
-from tests.tools.golden import golden_texts
+from tests.tools.golden import golden_texts, greedy_or_sampled
 from tests.tools.hearing import Heard, hear
 from tests.tools.scrape import Scrape
 
@@ -153,12 +153,11 @@ def _body(rng: random.Random, config: ChaosConfig, number: int) -> dict[str, Any
     begins_alike = shared if rng.random() < 0.6 else []
     room = config.window - config.max_output_tokens - len(begins_alike)
     own = [rng.randrange(300, 20_000) for _ in range(rng.randint(1, room))]
-    is_greedy = number % 2 == 0
     return {
         "model": "served",
         "prompt": begins_alike + own,
         "max_tokens": rng.randint(1, config.max_output_tokens),
-        "temperature": 0 if is_greedy else 0.8,
+        **greedy_or_sampled(number),
         "seed": number,
         "ignore_eos": True,
         "cache_salt": f"tenant-{number % 3}",
