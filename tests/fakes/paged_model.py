@@ -7,7 +7,7 @@ import torch
 from kv_transfer.geometry import KVLayout
 from kv_transfer.shared_memory import SharedRegion
 from tests.fakes.worker_rig import ModelFactory
-from workers.engine.attention.torch_cpu import TorchCpuBackend
+from workers.engine.attention.torch_backend import TorchBackend
 from workers.engine.kv_cache import KVCache
 from workers.engine.model_runner import RaggedModelRunner
 from workers.engine.runners.stock import StockForward
@@ -23,7 +23,7 @@ def paged(model: torch.nn.Module, layout: KVLayout, *, shared: bool = False) -> 
     def make(num_blocks: int) -> tuple[RaggedModelRunner, KVCache]:
         region = SharedRegion(num_blocks * layout.bytes_per_block) if shared else None
         kv_cache = KVCache(layout, num_blocks, poison=not shared, region=region)
-        backend = TorchCpuBackend(kv_cache)
+        backend = TorchBackend(kv_cache)
         return RaggedModelRunner(
             StockForward(model, backend), block_size=layout.block_size
         ), kv_cache

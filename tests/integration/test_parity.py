@@ -19,7 +19,7 @@ from kv_transfer.geometry import BlockId
 from tests.fakes.tiny_models import MAX_MODEL_LEN, REFUSED, SERVED, layout_of, make_model
 from tests.parity.ledger import TIE
 from tests.parity.references import Reference, make_reference
-from workers.engine.attention.torch_cpu import TorchCpuBackend
+from workers.engine.attention.torch_backend import TorchBackend
 from workers.engine.block_table import BlockTable
 from workers.engine.build import build_runner, make_forward
 from workers.engine.kv_cache import KVCache
@@ -159,7 +159,7 @@ def test_tiny_model_gives_the_tokens_of_generate(family, tier):
         num_groups = len(layout.groups)
         num_blocks = 64 * num_groups
         kv_cache = KVCache(layout, num_blocks, poison=True)
-        runner = RaggedModelRunner(make(TorchCpuBackend(kv_cache)), block_size=BLOCK_SIZE)
+        runner = RaggedModelRunner(make(TorchBackend(kv_cache)), block_size=BLOCK_SIZE)
         assert runner.tier == tier
         generated = drive(runner, references, num_blocks, BLOCK_SIZE, num_groups=num_groups, **ways)
         assert_parity(references, generated)
@@ -197,7 +197,7 @@ def test_chunked_attention_is_right_up_to_its_chunk():
         check_model(model, layout, max_model_len=33)
     make = make_forward(model, check_model(model, layout, max_model_len=32), layout)
 
-    runner = RaggedModelRunner(make(TorchCpuBackend(KVCache(layout, 64))), block_size=BLOCK_SIZE)
+    runner = RaggedModelRunner(make(TorchBackend(KVCache(layout, 64))), block_size=BLOCK_SIZE)
     assert_parity(references, drive(runner, references, 64, BLOCK_SIZE, chunk=5))
 
 

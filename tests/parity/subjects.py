@@ -16,7 +16,7 @@ from tests.fakes.tiny_models import MAX_MODEL_LEN, SERVED, layout_of, make_model
 from tests.fakes.worker_rig import ModelFactory
 from tests.parity.prompts import document, document_lengths, questions, random_prompts
 from tests.parity.references import Reference, ReferenceCache
-from workers.engine.attention.torch_cpu import TorchCpuBackend
+from workers.engine.attention.torch_backend import TorchBackend
 from workers.engine.build import make_forward
 from workers.engine.kv_cache import KVCache
 from workers.engine.linear import pack_head
@@ -156,7 +156,7 @@ def _subject(
 
     def make(num_blocks: int) -> tuple[RaggedModelRunner, KVCache]:
         kv_cache = KVCache(layout, num_blocks, poison=True)
-        runner = RaggedModelRunner(forward(TorchCpuBackend(kv_cache)), block_size=block_size)
+        runner = RaggedModelRunner(forward(TorchBackend(kv_cache)), block_size=block_size)
         return runner, kv_cache
 
     return Subject(

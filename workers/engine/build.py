@@ -16,7 +16,7 @@ import torch
 from kv_transfer.geometry import KVLayout
 from kv_transfer.shared_memory import SharedRegion
 from workers.engine.attention.backend import AttentionBackend
-from workers.engine.attention.torch_cpu import TorchCpuBackend
+from workers.engine.attention.torch_backend import TorchBackend
 from workers.engine.kv_cache import KVCache, torch_dtype
 from workers.engine.linear import pack_head
 from workers.engine.model_runner import RaggedModelRunner
@@ -63,7 +63,7 @@ def build_runner(
     checked = check_model(model, layout, max_model_len=max_model_len or info.context_length)
     pack_head(model)
     kv_cache = KVCache(layout, num_blocks, region=region)
-    forward = make_forward(model, checked, layout)(TorchCpuBackend(kv_cache))
+    forward = make_forward(model, checked, layout)(TorchBackend(kv_cache))
     return RaggedModelRunner(forward, block_size=layout.block_size), kv_cache
 
 

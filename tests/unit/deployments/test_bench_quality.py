@@ -20,7 +20,7 @@ from deployments.bench.quality import (
     quality_as_text,
 )
 from tests.fakes.tiny_models import SERVED, layout_of, make_model
-from workers.engine.attention.torch_cpu import TorchCpuBackend
+from workers.engine.attention.torch_backend import TorchBackend
 from workers.engine.kv_cache import KVCache
 from workers.engine.model_runner import RaggedModelRunner
 from workers.engine.runners.stock import StockForward
@@ -37,7 +37,7 @@ def make_scorer(model: torch.nn.Module) -> Scorer:
     layout = layout_of(model, block_size=4)
     memory = KVCache(layout, layout.blocks_for(64), poison=True)
     return Scorer(
-        RaggedModelRunner(StockForward(model, TorchCpuBackend(memory)), block_size=4), layout
+        RaggedModelRunner(StockForward(model, TorchBackend(memory)), block_size=4), layout
     )
 
 

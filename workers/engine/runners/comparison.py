@@ -12,7 +12,7 @@ import torch
 from kv_transfer.geometry import BlockId, KVLayout
 from workers.engine.attention.backend import AttentionBackend, IntArray, build_metadata
 from workers.engine.attention.interface import use_packed_attention
-from workers.engine.attention.torch_cpu import TorchCpuBackend
+from workers.engine.attention.torch_backend import TorchBackend
 from workers.engine.block_table import BlockTable
 from workers.engine.kv_cache import KVCache
 from workers.engine.runners.forward import ForwardPass
@@ -85,7 +85,7 @@ def _packed_logits(
     # NaN in what was not written: a read beyond a sequence cannot go unseen.
     num_groups = len(layout.groups)
     kv_cache = KVCache(layout, 2 * num_groups * blocks, poison=True)
-    forward = make_forward(TorchCpuBackend(kv_cache))
+    forward = make_forward(TorchBackend(kv_cache))
     parts: list[list[torch.Tensor]] = [[], []]
     for step_id, spans in enumerate(_STEPS):
         plan = StepPlan(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kv_transfer.geometry import BlockId, KVLayout
 from workers.engine.attention.backend import LayerScoring, build_metadata
 from workers.engine.attention.masked import causal_bias
-from workers.engine.attention.torch_cpu import TorchCpuBackend
+from workers.engine.attention.torch_backend import TorchBackend
 from workers.engine.block_table import BlockTable
 from workers.engine.kv_cache import KVCache
 from workers.engine.sampling_params import SamplingParams
@@ -69,7 +69,7 @@ class World:
         self.dtype = dtype
         self.random = torch.Generator().manual_seed(seed)
         self.cache = self.make_cache(dtype, num_sequences * blocks_each)
-        self.backend = TorchCpuBackend(self.cache, **options)
+        self.backend = TorchBackend(self.cache, **options)
         order = torch.randperm(self.cache.num_blocks, generator=self.random).tolist()
         self.tables = [order[i::num_sequences] for i in range(num_sequences)]
         empty = torch.empty(0, KV_HEADS, HEAD_DIM, dtype=dtype)
@@ -282,7 +282,7 @@ def test_any_split_into_steps_is_right_behind_a_window(steps):
 
 
 def test_a_step_without_a_table_for_each_group_is_refused():
-    backend = TorchCpuBackend(KVCache(SlidingWorld.LAYOUT, 4))
+    backend = TorchBackend(KVCache(SlidingWorld.LAYOUT, 4))
     plan = StepPlan(step_id=1, sequences=(scheduled(7, start=0, length=1, block_ids=(1,)),))
 
     with pytest.raises(ValueError, match="tables for 1 groups of layers, the KV layout has 2"):

@@ -12,7 +12,7 @@ from kv_transfer.geometry import BlockId
 from tests.fakes.tiny_models import MAX_MODEL_LEN, SERVED, WINDOW, layout_of, make_model
 from workers.engine.attention.backend import build_metadata
 from workers.engine.attention.interface import use_packed_attention
-from workers.engine.attention.torch_cpu import TorchCpuBackend
+from workers.engine.attention.torch_backend import TorchBackend
 from workers.engine.block_table import BlockTable
 from workers.engine.build import build_runner
 from workers.engine.kv_cache import KVCache
@@ -41,7 +41,7 @@ def kv_cache(model):
 
 @pytest.fixture
 def runner(model, kv_cache):
-    return RaggedModelRunner(StockForward(model, TorchCpuBackend(kv_cache)), block_size=BLOCK_SIZE)
+    return RaggedModelRunner(StockForward(model, TorchBackend(kv_cache)), block_size=BLOCK_SIZE)
 
 
 def share(sequence_id, tokens, start=0, *, sampling=GREEDY, num_output_tokens=0, num_groups=1):
@@ -175,7 +175,7 @@ def test_a_seeded_draw_does_not_depend_on_batch_or_chunks(model):
     def draw(*parts, beside=()):
         kv_cache = KVCache(layout_of(model, block_size=BLOCK_SIZE), 24, poison=True)
         runner = RaggedModelRunner(
-            StockForward(model, TorchCpuBackend(kv_cache)), block_size=BLOCK_SIZE
+            StockForward(model, TorchBackend(kv_cache)), block_size=BLOCK_SIZE
         )
         for start, end in parts:
             mine = share(0, tokens[start:end], start, sampling=sampling if end == 17 else None)
@@ -193,7 +193,7 @@ def test_two_runners_of_one_model_run_side_by_side_in_threads(model):
     layout = layout_of(model, block_size=BLOCK_SIZE)
 
     def run(prompt, into, barrier):
-        backend = TorchCpuBackend(KVCache(layout, 24, poison=True))
+        backend = TorchBackend(KVCache(layout, 24, poison=True))
         runner = RaggedModelRunner(StockForward(model, backend), block_size=BLOCK_SIZE)
         barrier.wait()
         for _ in range(20):
@@ -229,7 +229,7 @@ def test_logits_are_those_of_the_rows_asked_for(runner, model):
     torch.testing.assert_close(logits, everything[[1, 6]])
 
 
-class BrokenBackend(TorchCpuBackend):
+class BrokenBackend(TorchBackend):
     """The CPU backend with one planted fault."""
 
     def __init__(self, kv_cache, fault):
@@ -258,7 +258,7 @@ FAULTS = {
 def test_the_self_check_sees_a_wrong_attention(family, fault, monkeypatch):
     model = make_model(family, SERVED[family])
     monkeypatch.setattr(
-        "workers.engine.runners.comparison.TorchCpuBackend",
+        "workers.engine.runners.comparison.TorchBackend",
         lambda kv_cache: BrokenBackend(kv_cache, fault),
     )
 
@@ -274,7 +274,7 @@ def test_the_self_check_passes_in_both_dtypes_and_leaves_the_model_usable(dtype)
     check_model(model, layout, max_model_len=MAX_MODEL_LEN)
 
     runner = RaggedModelRunner(
-        StockForward(model, TorchCpuBackend(KVCache(layout, 24))), block_size=16
+        StockForward(model, TorchBackend(KVCache(layout, 24))), block_size=16
     )
     plan = step(share(0, [5, 6], num_groups=len(layout.groups)))
     assert runner.execute(plan).token_ids.keys() == {0}
@@ -373,7 +373,7 @@ def test_build_loads_a_model_directory(own_model, tmp_path, same_threads):
 
     own = RaggedModelRunner(
         StockForward(
-            own_model, TorchCpuBackend(KVCache(layout_of(own_model, block_size=BLOCK_SIZE), 24))
+            own_model, TorchBackend(KVCache(layout_of(own_model, block_size=BLOCK_SIZE), 24))
         ),
         block_size=BLOCK_SIZE,
     )

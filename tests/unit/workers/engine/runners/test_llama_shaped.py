@@ -9,7 +9,7 @@ import torch
 from kv_transfer.geometry import BlockId
 from tests.fakes.tiny_models import MAX_MODEL_LEN, SERVED, layout_of, make_model
 from workers.engine.attention.backend import build_metadata
-from workers.engine.attention.torch_cpu import TorchCpuBackend
+from workers.engine.attention.torch_backend import TorchBackend
 from workers.engine.block_table import BlockTable
 from workers.engine.build import make_forward
 from workers.engine.kv_cache import KVCache
@@ -105,9 +105,9 @@ def both_sides(model):
     checked = check_model(model, layout, max_model_len=MAX_MODEL_LEN)
     num_blocks = 16 * len(layout.groups)
     caches = [KVCache(layout, num_blocks, poison=True) for _ in range(2)]
-    stock = StockForward(model, TorchCpuBackend(caches[0]))
+    stock = StockForward(model, TorchBackend(caches[0]))
     decoder = LlamaShapedDecoder(model, checked.scorings)
-    return stock, LlamaShapedForward(decoder, TorchCpuBackend(caches[1])), caches
+    return stock, LlamaShapedForward(decoder, TorchBackend(caches[1])), caches
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -220,7 +220,7 @@ def test_the_decoder_of_our_own_gives_way_where_it_differs(monkeypatch, caplog):
     monkeypatch.setattr("workers.engine.runners.llama_shaped.read_norm", read_without_the_one)
     checked = check_model(model, layout, max_model_len=MAX_MODEL_LEN)
     with caplog.at_level(logging.INFO, logger="workers.engine.build"):
-        forward = make_forward(model, checked, layout)(TorchCpuBackend(KVCache(layout, 16)))
+        forward = make_forward(model, checked, layout)(TorchBackend(KVCache(layout, 16)))
 
     assert forward.tier == "stock"
     assert "architecture=Gemma2ForCausalLM tier=stock" in caplog.text
@@ -230,13 +230,13 @@ def test_the_decoder_of_our_own_gives_way_where_it_differs(monkeypatch, caplog):
 def test_the_stock_modules_still_work_after_the_decoder_gave_way(monkeypatch):
     model, checked, layout = make_checked("qwen2", SERVED["qwen2"])
     meta = build_metadata(plan_of([(0, 0, 4), (1, 0, 6)]), BLOCK_SIZE)
-    before = StockForward(model, TorchCpuBackend(KVCache(layout, 16))).logits(meta, np.arange(10))
+    before = StockForward(model, TorchBackend(KVCache(layout, 16))).logits(meta, np.arange(10))
 
     def broken(self, meta, rows):
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(LlamaShapedForward, "logits", broken)
-    forward = make_forward(model, checked, layout)(TorchCpuBackend(KVCache(layout, 16)))
+    forward = make_forward(model, checked, layout)(TorchBackend(KVCache(layout, 16)))
 
     assert forward.tier == "stock"
     assert torch.equal(forward.logits(meta, np.arange(10)), before)
@@ -247,7 +247,7 @@ def test_the_log_says_which_tier_it_is_and_why(family, tier, caplog):
     model, checked, layout = make_checked(family, SERVED[family])
 
     with caplog.at_level(logging.INFO, logger="workers.engine.build"):
-        forward = make_forward(model, checked, layout)(TorchCpuBackend(KVCache(layout, 16)))
+        forward = make_forward(model, checked, layout)(TorchBackend(KVCache(layout, 16)))
 
     assert forward.tier == tier
     assert f"architecture={type(model).__name__} tier={tier} reason=" in caplog.text

@@ -1,6 +1,6 @@
-"""Paged attention on a CPU with what torch brings along.
+"""Paged attention with what torch brings along, wherever the pool lies.
 
-Measured with SmolLM2-135M's shapes on Zen 3 (`tests/bench/bench_runner.py`), and what follows:
+Written for CPUs, and not run on a GPU so far. Measured with SmolLM2-135M's shapes on Zen 3 (`tests/bench/bench_runner.py`), and what follows:
 
 - Gathering whole blocks by one index into reused memory runs at memory speed; fresh memory costs
   more in page faults than the copy itself.
@@ -28,7 +28,7 @@ from workers.engine.attention.backend import GroupMetadata, IntArray, LayerScori
 from workers.engine.attention.masked import causal_bias, masked_attention
 from workers.engine.kv_cache import KVCache
 
-__all__ = ["TorchCpuBackend"]
+__all__ = ["TorchBackend"]
 
 _MAX_PADDING = 64
 """Tokens; attending over more of them in vain costs more than a call of its own."""
@@ -111,8 +111,8 @@ class _Prepared:
     chunks: tuple[_Chunk, ...]
 
 
-class TorchCpuBackend:
-    """`AttentionBackend` over one `KVCache` in host memory; used by one thread at a time."""
+class TorchBackend:
+    """`AttentionBackend` over one `KVCache`, on its device; used by one thread at a time."""
 
     def __init__(self, kv_cache: KVCache, *, max_gather_bytes: int = _MAX_GATHER_BYTES) -> None:
         """Attend over this cache, gathering at most about max_gather_bytes for several rows."""
