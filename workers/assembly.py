@@ -27,7 +27,7 @@ from workers.decode import DecodeWorker
 from workers.decode_config import DecodeConfig
 from workers.engine.block_pool import BlockPool
 from workers.engine.build import build_runner
-from workers.engine.kv_cache import KVCache, torch_dtype
+from workers.engine.kv_cache import KVCache
 from workers.engine.loop import Engine
 from workers.engine.prefix_cache import PrefixScope
 from workers.engine.scheduler import Scheduler
@@ -174,8 +174,8 @@ def _build_engine(
         layout=site.plan.layout,
         num_blocks=worker.num_blocks,
         max_model_len=site.plan.window,
-        dtype=torch_dtype(site.plan.layout.dtype),
         threads=worker.threads,
+        device=settings.model.device,
         region=region,
     )
     pool = BlockPool(

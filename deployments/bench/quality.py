@@ -29,7 +29,7 @@ from workers.engine.model_runner import RaggedModelRunner
 from workers.engine.step import ScheduledSequence, SequenceId, StepPlan
 from workers.host import available_cores
 from workers.models.facts import facts_from_info
-from workers.models.loading import ModelInfo, load_model_info, load_tokenizer, pick_dtype
+from workers.models.loading import ModelInfo, load_model_info, load_tokenizer
 from workers.models.store import ModelStore, default_cache_dir
 from workers.planning import kv_layout
 
@@ -252,7 +252,6 @@ def _load_scorer(path: Path, info: ModelInfo, dtype: str, options: QualityOption
         info=info,
         layout=layout,
         num_blocks=layout.blocks_for(options.window_tokens) * len(layout.groups),
-        dtype=pick_dtype(settings.dtype, "cpu"),
         threads=options.threads or available_cores(),
         max_model_len=options.window_tokens,
     )

@@ -181,7 +181,6 @@ def bench(path: Path, dtype_name: str, threads: int, pairs: int, only: str) -> N
         info=info,
         layout=layout,
         num_blocks=1200,
-        dtype=dtype,
         threads=threads,
     )
     generator = torch.manual_seed(0)

@@ -229,7 +229,6 @@ def smollm2():
         info=load_model_info(path),
         layout=layout,
         num_blocks=64,
-        dtype=torch.float32,
         threads=1,
     )
     return runner, references

@@ -45,20 +45,25 @@ def adjust(
 def _add_bias(logits: torch.Tensor, params: SamplingParams) -> None:
     biases = dict(params.logit_bias)
     ids = _known(biases, len(logits))
-    logits[ids] += torch.tensor([biases[token_id] for token_id in ids], dtype=torch.float32)
+    added = torch.tensor([biases[token_id] for token_id in ids], dtype=torch.float32)
+    logits[ids] += added.to(logits.device)
 
 
 def _penalize(logits: torch.Tensor, params: SamplingParams, seen: SeenTokens) -> None:
     """Repetition as in CTRL (arXiv 1909.05858), by sign of the logit; the others as OpenAI has."""
-    ids = torch.from_numpy(np.frombuffer(seen.ids, dtype=np.int64).copy())
+    ids = _int64(seen.ids, logits.device)
     scores = logits[ids]
     if params.repetition_penalty != 1.0:
         penalty = params.repetition_penalty
         scores = torch.where(scores > 0, scores / penalty, scores * penalty)
     if params.frequency_penalty or params.presence_penalty:
-        counts = torch.from_numpy(np.frombuffer(seen.output_counts, dtype=np.int64).copy())
+        counts = _int64(seen.output_counts, logits.device)
         scores -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
     logits[ids] = scores.clamp(max=_LARGEST_LOGIT)
+
+
+def _int64(raw: bytes, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(raw, dtype=np.int64).copy()).to(device)
 
 
 def _known(token_ids: Iterable[int], vocabulary: int) -> list[int]:

@@ -41,30 +41,32 @@ def build_runner(
     info: ModelInfo,
     layout: KVLayout,
     num_blocks: int,
-    dtype: torch.dtype,
     threads: int,
+    device: torch.device | str = "cpu",
     max_model_len: int | None = None,
     region: SharedRegion | None = None,
 ) -> tuple[RaggedModelRunner, KVCache]:
     """A checked runner and the pool that it reads and writes.
 
     `model` is a directory, or loaded already, and then is the runner's from here on: its head is
-    replaced by a faster one, and `make_forward` says how it is run. It computes in `dtype`, as the
-    pool does, which lies in `region` if one is given, for other processes to read. The check covers
+    replaced by a faster one, and `make_forward` says how it is run. It computes in the layout's
+    dtype on `device`, as the pool does, which lies there, or in `region` if one is given, for other
+    processes to read. The check covers
     max_model_len tokens, by default all that the model can. Sets the process's number of compute
     threads. Raises `UnsupportedModelError` if the model's architecture cannot be run this way,
     `ModelError` if it cannot be loaded.
     """
-    if torch_dtype(layout.dtype) != dtype:
-        raise ValueError(f"the model computes in {dtype}, its KV layout says {layout.dtype}")
     torch.set_num_threads(threads)
     if isinstance(model, Path):
-        model = load_weights(model, dtype=dtype, device="cpu", attn_implementation="eager")
+        model = load_weights(
+            model, dtype=torch_dtype(layout.dtype), device=device, attn_implementation="eager"
+        )
     checked = check_model(model, layout, max_model_len=max_model_len or info.context_length)
     pack_head(model)
-    kv_cache = KVCache(layout, num_blocks, region=region)
+    kv_cache = KVCache(layout, num_blocks, device, region=region)
     forward = make_forward(model, checked, layout)(TorchBackend(kv_cache))
-    return RaggedModelRunner(forward, block_size=layout.block_size), kv_cache
+    runner = RaggedModelRunner(forward, block_size=layout.block_size, settle=kv_cache.settle)
+    return runner, kv_cache
 
 
 def make_forward(model: torch.nn.Module, checked: CheckedModel, layout: KVLayout) -> ForwardFactory:

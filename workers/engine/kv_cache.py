@@ -143,15 +143,24 @@ class KVCache:
         block_size = self.layout.block_size
         # Between a block and the next lie the block's other layers and kinds.
         skipped = (self.layout.layers_per_block * 2 - 1) * block_size
-        return self._to_device(slots + slots // block_size * skipped)
+        return self.on_device(slots + slots // block_size * skipped)
 
     def block_index(self, block_ids: IntArray) -> torch.Tensor:
         """Rows of any of `block_rows` for block ids: `[2 (K, V), *block_ids.shape]`."""
         rows = block_ids * (self.layout.layers_per_block * 2)
-        return self._to_device(np.stack([rows, rows + 1]))
+        return self.on_device(np.stack([rows, rows + 1]))
 
-    def _to_device(self, rows: IntArray) -> torch.Tensor:
-        return torch.from_numpy(rows).to(self.device)
+    def on_device(self, numbers: IntArray) -> torch.Tensor:
+        """Numbers of a step where its tensors are: the arena's device."""
+        return torch.from_numpy(numbers).to(self.device)
+
+    def settle(self) -> None:
+        """Return when all that steps have asked to be written is written.
+
+        In host memory it is already; a GPU is asked, and does it later.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _check_block(self, block_id: BlockId) -> None:
         if not 0 <= block_id < self.num_blocks:

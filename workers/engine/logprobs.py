@@ -69,7 +69,8 @@ def _logprobs_of(
     logits: torch.Tensor, token_ids: Sequence[int], num_top: int
 ) -> list[TokenLogprobs | None]:
     totals = logits.logsumexp(dim=1, keepdim=True)
-    own = logits.gather(1, torch.tensor(token_ids, dtype=torch.int64).unsqueeze(1))
+    chosen = torch.tensor(token_ids, dtype=torch.int64).unsqueeze(1).to(logits.device)
+    own = logits.gather(1, chosen)
     ranks: list[int] = (logits > own).sum(dim=1).add_(1).tolist()
     top = logits.topk(min(num_top, logits.shape[1]), dim=1)
     columns = zip(

@@ -6,6 +6,8 @@ to the model, keys and values to the `KVCache`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -26,10 +28,16 @@ class RaggedModelRunner:
     Used by one thread at a time; several runners, even of one model, may run in several threads.
     """
 
-    def __init__(self, forward: ForwardPass, *, block_size: int) -> None:
-        """Run steps with `forward`, over a pool whose blocks hold block_size tokens."""
+    def __init__(
+        self, forward: ForwardPass, *, block_size: int, settle: Callable[[], None] = lambda: None
+    ) -> None:
+        """Run steps with `forward`, over a pool whose blocks hold block_size tokens.
+
+        `settle` returns when what the forward pass wrote is written: a GPU does that later.
+        """
         self._forward = forward
         self._block_size = block_size
+        self._settle = settle
 
     @property
     def tier(self) -> RunnerTier:
@@ -49,7 +57,9 @@ class RaggedModelRunner:
         logits = self.logits(meta, np.concatenate([meta.sampled_rows, *_scored_rows(plan, meta)]))
         # Sampling changes logits in place, but none of those that are scored.
         scored = _score(plan, logits[num_sampled:])
-        return _result(plan, _sample(plan, logits[:num_sampled]), scored)
+        result = _result(plan, _sample(plan, logits[:num_sampled]), scored)
+        self._settle()  # a chunk that samples nothing has waited for nothing, and may be read next
+        return result
 
     def logits(self, meta: StepMetadata, rows: IntArray) -> torch.Tensor:
         """See `ForwardPass.logits`."""

@@ -71,14 +71,15 @@ def packed_forward(
     The rows go through the model as one sequence `[1, num_tokens]`, without a cache or a mask. With
     no rows asked for, the head has nothing to multiply.
     """
+    device: torch.device = model.device  # type: ignore[assignment]
     token = _handler.set(handler)
     try:
         with torch.inference_mode():
             output = model(
-                input_ids=torch.from_numpy(input_ids).unsqueeze(0),
-                position_ids=torch.from_numpy(positions).unsqueeze(0),
+                input_ids=torch.from_numpy(input_ids).unsqueeze(0).to(device),
+                position_ids=torch.from_numpy(positions).unsqueeze(0).to(device),
                 use_cache=False,
-                logits_to_keep=torch.from_numpy(rows),
+                logits_to_keep=torch.from_numpy(rows).to(device),
             )
     finally:
         _handler.reset(token)

@@ -11,18 +11,23 @@ __all__ = ["causal_bias", "masked_attention"]
 
 
 def causal_bias(
-    query_length: int, seq_len: int, sliding_window: int | None, dtype: torch.dtype
+    query_length: int,
+    seq_len: int,
+    sliding_window: int | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
     """0 where the last query_length of seq_len tokens see a token, else -inf: `[queries, tokens]`.
 
     With a window of w, a token sees itself and the w - 1 tokens before it.
     """
-    own = torch.arange(seq_len - query_length, seq_len).unsqueeze(1)
-    other = torch.arange(seq_len)
+    own = torch.arange(seq_len - query_length, seq_len, device=device).unsqueeze(1)
+    other = torch.arange(seq_len, device=device)
     seen = other <= own
     if sliding_window is not None:
         seen &= other > own - sliding_window
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
 
 
 def masked_attention(

@@ -1,6 +1,7 @@
 """Paged attention with what torch brings along, wherever the pool lies.
 
-Written for CPUs, and not run on a GPU so far. Measured with SmolLM2-135M's shapes on Zen 3 (`tests/bench/bench_runner.py`), and what follows:
+Written for CPUs; on a GPU it was not run so far. Measured with SmolLM2-135M's shapes on Zen 3
+(`tests/bench/bench_runner.py`), and what follows:
 
 - Gathering whole blocks by one index into reused memory runs at memory speed; fresh memory costs
   more in page faults than the copy itself.
@@ -70,11 +71,11 @@ class _Decodes:
     biases: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
     """By window; made on first use, then shared by the layers."""
 
-    def bias(self, scoring: LayerScoring, dtype: torch.dtype) -> torch.Tensor | None:
-        """`[rows, 1, 1, max_len]`, -inf at what a row does not see; None where each sees all."""
+    def bias(self, scoring: LayerScoring, q: torch.Tensor) -> torch.Tensor | None:
+        """Where q is, `[rows, 1, 1, max_len]`: -inf at what is not seen; None where all is."""
         window = scoring.sliding_window if scoring.hides_tokens(self.max_len) else None
         if window not in self.biases:
-            self.biases[window] = _decode_bias(self.seq_lens, self.max_len, window, dtype)
+            self.biases[window] = _decode_bias(self.seq_lens, self.max_len, window, q)
         return self.biases[window]
 
 
@@ -93,11 +94,13 @@ class _Chunk:
     def query_length(self) -> int:
         return int(self.rows.stop - self.rows.start)
 
-    def bias(self, scoring: LayerScoring, dtype: torch.dtype) -> torch.Tensor:
+    def bias(self, scoring: LayerScoring, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """What to add to the scores `[query_length, seq_len]`."""
         window = scoring.sliding_window if scoring.hides_tokens(self.seq_len) else None
         if window not in self.biases:
-            self.biases[window] = causal_bias(self.query_length, self.seq_len, window, dtype)
+            self.biases[window] = causal_bias(
+                self.query_length, self.seq_len, window, dtype=dtype, device=device
+            )
         return self.biases[window]
 
 
@@ -185,7 +188,7 @@ class TorchBackend:
             return _attend_rows(decodes.seq_lens, q, keys, values, scoring)
         packed = q.reshape(len(q), self._layout.num_kv_heads, -1, self._layout.head_dim)
         attended = scaled_dot_product_attention(
-            packed, keys, values, attn_mask=decodes.bias(scoring, q.dtype), scale=scoring.scale
+            packed, keys, values, attn_mask=decodes.bias(scoring, q), scale=scoring.scale
         )
         return attended.reshape(q.shape)
 
@@ -200,7 +203,7 @@ class TorchBackend:
         if chunk.gather is not None:
             keys, values = self._fetch(chunk.gather, layer_index)
         if _needs_written_out(scoring):
-            bias = chunk.bias(scoring, torch.float32)
+            bias = chunk.bias(scoring, torch.float32, q.device)
             attended = masked_attention(q[0], keys[0], values[0], bias, **_written_out(scoring))
             return attended.transpose(0, 1)
         is_plain = chunk.gather is None and not scoring.hides_tokens(chunk.seq_len)
@@ -208,7 +211,7 @@ class TorchBackend:
             q,
             keys,
             values,
-            attn_mask=None if is_plain else chunk.bias(scoring, q.dtype),
+            attn_mask=None if is_plain else chunk.bias(scoring, q.dtype, q.device),
             is_causal=is_plain,
             scale=scoring.scale,
             enable_gqa=True,
@@ -229,7 +232,7 @@ class TorchBackend:
         rows = cu_seqlens_q[members]
         is_run = bool((np.diff(rows) == 1).all())
         return _Decodes(
-            rows=slice(int(rows[0]), int(rows[-1]) + 1) if is_run else torch.from_numpy(rows),
+            rows=slice(int(rows[0]), int(rows[-1]) + 1) if is_run else self._cache.on_device(rows),
             seq_lens=tuple(seq_lens.tolist()),
             max_len=int(seq_lens.max()),
             gather=self._gather([group.block_tables[i] for i in members], seq_lens),
@@ -255,7 +258,7 @@ class TorchBackend:
         if (seq_lens != seq_lens[0]).any():
             behind = np.flatnonzero(np.arange(shape[2]) >= seq_lens[:, None])
             behind = np.concatenate([behind, behind + len(tables) * shape[2]])
-            padding = (run.view(-1, *shape[3:]), torch.from_numpy(behind))
+            padding = (run.view(-1, *shape[3:]), self._cache.on_device(behind))
         blocks = self._cache.block_index(padded).flatten()
         return _Gather(blocks=blocks, run=run, keys=keys, values=values, padding=padding)
 
@@ -270,7 +273,7 @@ class TorchBackend:
 
 
 def _decode_bias(
-    seq_lens: Sequence[int], max_len: int, window: int | None, dtype: torch.dtype
+    seq_lens: Sequence[int], max_len: int, window: int | None, q: torch.Tensor
 ) -> torch.Tensor | None:
     lengths = np.array(seq_lens)[:, None]
     tokens = np.arange(max_len)
@@ -279,8 +282,10 @@ def _decode_bias(
         is_hidden |= tokens < lengths - window
     if not is_hidden.any():
         return None
-    bias = torch.zeros(is_hidden.shape, dtype=dtype)
-    return bias.masked_fill_(torch.from_numpy(is_hidden), float("-inf"))[:, None, None]
+    bias = torch.zeros(is_hidden.shape, dtype=q.dtype).masked_fill_(
+        torch.from_numpy(is_hidden), float("-inf")
+    )
+    return bias[:, None, None].to(q.device)
 
 
 def _alike(seq_lens: IntArray, members: IntArray, max_tokens: int) -> Iterator[IntArray]:

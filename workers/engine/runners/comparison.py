@@ -40,11 +40,14 @@ class Reference:
 def stock_reference(model: torch.nn.Module) -> Reference:
     """The reference of a model, which is left set to packed attention."""
     tokens = tuple(token_ids(model, end, seed) for seed, (_, end) in enumerate(_STEPS[-1]))
+    device: torch.device = model.device  # type: ignore[assignment]
     model.set_attn_implementation("eager")  # type: ignore[operator]
     try:
         with torch.inference_mode():
             logits = tuple(
-                model(input_ids=torch.from_numpy(ids).unsqueeze(0), use_cache=False).logits[0]
+                model(
+                    input_ids=torch.from_numpy(ids).unsqueeze(0).to(device), use_cache=False
+                ).logits[0]
                 for ids in tokens
             )
     finally:
@@ -64,7 +67,7 @@ def compare(
     # In 16 bits a trained model's logits change by 10 % from one of its own kernels to another; to
     # see another sequence's tokens, or to miss its own, changes them by 70 % and more.
     tolerance = 1e-3 if layout.element_bytes == 4 else 0.3
-    packed = _packed_logits(make_forward, layout, reference.tokens)
+    packed = _packed_logits(make_forward, layout, reference)
     for ours, stock in zip(packed, reference.logits, strict=True):
         change = fmean(relative_change(*rows) for rows in zip(stock, ours, strict=True))
         if not change <= tolerance:
@@ -77,14 +80,15 @@ def compare(
 def _packed_logits(
     make_forward: Callable[[AttentionBackend], ForwardPass],
     layout: KVLayout,
-    tokens: tuple[IntArray, ...],
+    reference: Reference,
 ) -> list[torch.Tensor]:
     """All logits of two sequences `[tokens, vocabulary]`, computed together over `_STEPS`."""
+    tokens = reference.tokens
     layout = replace(layout, block_size=_BLOCK_SIZE)
     blocks = layout.blocks_for(_NUM_TOKENS)
     # NaN in what was not written: a read beyond a sequence cannot go unseen.
     num_groups = len(layout.groups)
-    kv_cache = KVCache(layout, 2 * num_groups * blocks, poison=True)
+    kv_cache = KVCache(layout, 2 * num_groups * blocks, reference.logits[0].device, poison=True)
     forward = make_forward(TorchBackend(kv_cache))
     parts: list[list[torch.Tensor]] = [[], []]
     for step_id, spans in enumerate(_STEPS):

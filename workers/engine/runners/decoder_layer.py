@@ -24,9 +24,9 @@ __all__ = ["DecoderLayer", "Linear", "RmsNorm", "WidthNorm", "read_layer", "read
 
 
 _FEW_ROWS = 4
-"""Up to here a matrix of more rows than columns is multiplied the other way round: with 2 to 4 rows
-torch's fp32 product of [rows, in] and [in, out] takes 1.3 to 1.6 times as long as that of [out, in]
-and [in, rows]. From 12 rows on it is the other way round again."""
+"""Up to here a CPU multiplies a matrix of more rows than columns the other way round: with 2 to 4
+rows torch's fp32 product of [rows, in] and [in, out] takes 1.3 to 1.6 times as long as that of
+[out, in] and [in, rows]. From 12 rows on it is the other way round again."""
 
 
 class Linear:
@@ -39,7 +39,8 @@ class Linear:
         self.weight = weight
         self.bias = bias
         self._transposed = weight.t()
-        self._is_wide = len(weight) > weight.shape[1] and weight.dtype == torch.float32
+        is_float = weight.dtype == torch.float32 and weight.is_cpu
+        self._is_wide = is_float and len(weight) > weight.shape[1]
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """`[num_rows, in]` -> `[num_rows, out]`, contiguous, in new memory."""

@@ -60,6 +60,7 @@ class LlamaShapedDecoder:
         """
         body, config = model.model, model.config
         self.embedding: torch.nn.Module = body.embed_tokens
+        self.device: torch.device = model.device
         self.embedding_scale: float = getattr(config, "embedding_multiplier", 1.0)
         self.rotary: torch.nn.Module = body.rotary_emb
         self.layers: tuple[DecoderLayer, ...] = tuple(
@@ -104,10 +105,12 @@ class LlamaShapedForward:
         """See `ForwardPass.logits`."""
         self._backend.prepare(meta)
         decoder = self._decoder
-        hidden: torch.Tensor = decoder.embedding(torch.from_numpy(meta.input_ids))
+        input_ids = torch.from_numpy(meta.input_ids).to(decoder.device)
+        hidden: torch.Tensor = decoder.embedding(input_ids)
         if decoder.embedding_scale != 1.0:
             hidden = hidden * decoder.embedding_scale
-        rotations = self._rotations(hidden, torch.from_numpy(meta.positions).unsqueeze(0))
+        positions = torch.from_numpy(meta.positions).to(decoder.device)
+        rotations = self._rotations(hidden, positions.unsqueeze(0))
         *inner, last = zip(decoder.layers, decoder.rotary_kinds, strict=True)
         for layer, kind in inner:
             attended = self._attend(layer, hidden, rotations[kind])
@@ -116,7 +119,7 @@ class LlamaShapedForward:
         attended = self._attend(layer, hidden, rotations[kind])
         if not np.array_equal(rows, np.arange(len(hidden))):
             # Nothing attends to what the last layer makes of the other rows.
-            kept = torch.from_numpy(rows)
+            kept = torch.from_numpy(rows).to(decoder.device)
             hidden, attended = hidden[kept], attended[kept]
         _finish(layer, hidden, attended)
         return decoder.head(decoder.norm(hidden))

@@ -85,8 +85,9 @@ class _Probe:
     that it shows which mask ends up at which layer.
     """
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, device: torch.device) -> None:
         self._num_tokens = num_tokens
+        self._device = device
         self.mask_functions: list[MaskFunction] = []
         self.calls: list[_Call] = []
 
@@ -94,7 +95,7 @@ class _Probe:
         """See `AttentionHandler.mask`."""
         self.mask_functions.append(mask_function)
         shape = (1, 1, self._num_tokens, self._num_tokens)
-        return torch.full(shape, float(len(self.mask_functions) - 1))
+        return torch.full(shape, float(len(self.mask_functions) - 1), device=self._device)
 
     def attend(
         self,
@@ -200,7 +201,7 @@ def _check_positions(model: torch.nn.Module, max_model_len: int) -> None:
 
 
 def _probe(model: torch.nn.Module, positions: IntArray) -> _Probe:
-    probe = _Probe(len(positions))
+    probe = _Probe(len(positions), model.device)  # type: ignore[arg-type]
     ids = token_ids(model, len(positions), seed=1)
     packed_forward(model, probe, ids, positions, np.arange(1))
     return probe

@@ -341,7 +341,7 @@ def test_a_block_table_too_short_for_its_tokens_is_refused():
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 def test_the_bias_shows_exactly_the_tokens_that_a_query_may_see(window):
-    bias = causal_bias(3, 7, window, torch.float32)
+    bias = causal_bias(3, 7, window, dtype=torch.float32, device=torch.device("cpu"))
 
     for query, token in itertools.product(range(3), range(7)):
         own = 4 + query

@@ -348,7 +348,6 @@ def test_build_makes_a_checked_runner_over_a_pool_of_the_size_asked_for(own_mode
         info=make_info(own_model),
         layout=layout_of(own_model, block_size=BLOCK_SIZE),
         num_blocks=24,
-        dtype=torch.float32,
         threads=1,
     )
 
@@ -367,7 +366,6 @@ def test_build_loads_a_model_directory(own_model, tmp_path, same_threads):
         info=make_info(own_model),
         layout=layout_of(own_model, block_size=BLOCK_SIZE),
         num_blocks=24,
-        dtype=torch.float32,
         threads=same_threads,
     )
 
@@ -390,20 +388,8 @@ def test_build_refuses_a_window_in_which_rotary_frequencies_change(same_threads)
     model = make_model("llama", changes)
     layout = layout_of(model, block_size=BLOCK_SIZE)
     info = make_info(model)
-    common = {"info": info, "layout": layout, "num_blocks": 4, "dtype": torch.float32}
+    common = {"info": info, "layout": layout, "num_blocks": 4}
 
     build_runner(model, **common, threads=same_threads, max_model_len=64)
     with pytest.raises(UnsupportedModelError, match="when a sequence of 65 tokens is in the batch"):
         build_runner(model, **common, threads=same_threads, max_model_len=65)
-
-
-def test_build_refuses_a_pool_of_another_dtype(own_model, same_threads):
-    with pytest.raises(ValueError, match=r"computes in torch.bfloat16, its KV layout says float32"):
-        build_runner(
-            own_model,
-            info=make_info(own_model),
-            layout=layout_of(own_model, block_size=BLOCK_SIZE),
-            num_blocks=4,
-            dtype=torch.bfloat16,
-            threads=same_threads,
-        )
