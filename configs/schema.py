@@ -104,6 +104,7 @@ class ModelSettings(_Group):
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of weights and KV; auto is bf16 where the device multiplies it in hardware, else fp32."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """Where weights and KV lie; each worker has its own GPU, or its share of one."""
     max_model_len: Count | None = None
     """The window in tokens, prompt and output together; null is the model's own."""
 
@@ -137,6 +138,8 @@ class EngineSettings(_Group):
     """Prompt tokens of one sequence in one step at most."""
     threads: Count | None = None
     """Of the forward pass; null divides the host's cores among its workers."""
+    gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of a GPU, booked for each worker where model.device is cuda; below 1 workers share one."""
     queue_limit: Count = 256
     """Requests that may wait for blocks; one more is refused with 429."""
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve import Application
 
-from configs.schema import EngineSettings, Settings
+from configs.schema import DecodeSettings, PrefillSettings, Settings
 from deployments.decode import Decode
 from deployments.front import Front
 from deployments.prefill import Prefill
@@ -43,9 +43,7 @@ def build(args: Mapping[str, Any]) -> Application:
     """
     settings = AppArgs.model_validate(args).settings
     prefill = _prefill(settings)
-    decode = _deployment(Decode, "Decode", settings.decode.replicas, settings.decode.engine).bind(
-        settings, prefill
-    )
+    decode = _deployment(Decode, settings, settings.decode).bind(settings, prefill)
     front = serve.deployment(
         Front,
         name="Front",
@@ -63,18 +61,23 @@ def _prefill(settings: Settings) -> Application | None:
     pool = settings.prefill
     if pool is None:
         return None
-    return _deployment(Prefill, "Prefill", pool.replicas, pool.engine).bind(settings)
+    return _deployment(Prefill, settings, pool).bind(settings)
 
 
-def _deployment(target: Any, name: str, replicas: int, engine: EngineSettings) -> Any:
+def _deployment(target: Any, settings: Settings, pool: DecodeSettings | PrefillSettings) -> Any:
     """A pool of engines; its queue is the engine's own, so Serve's is set above it."""
+    engine = pool.engine
     return serve.deployment(
         target,
-        name=name,
-        num_replicas=replicas,
+        name=target.__name__,
+        num_replicas=pool.replicas,
         max_ongoing_requests=engine.max_sequences + engine.queue_limit + _ONGOING_PER_FRONT,
         # No runtime environment: it would keep Ray from using the process that it started ahead.
-        ray_actor_options={"num_cpus": _CPUS_PER_REPLICA},
+        ray_actor_options={
+            "num_cpus": _CPUS_PER_REPLICA,
+            # Of none booked, Ray hides every GPU from a replica.
+            "num_gpus": engine.gpu_share if settings.model.device == "cuda" else 0,
+        },
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=_DRAIN_TIMEOUT_S,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from configs.schema import Settings, TransferSettings
@@ -34,7 +34,7 @@ from workers.engine.scheduler import Scheduler
 from workers.engine.scheduler_config import SchedulerConfig
 from workers.errors import WorkerError
 from workers.handoff import PrefillService
-from workers.host import available_cores, has_bf16_cpu, rdma_outlook
+from workers.host import available_cores, gpu_outlook, has_bf16_cpu, rdma_outlook
 from workers.models.facts import facts_from_info
 from workers.models.loading import ModelInfo, load_model_info
 from workers.models.store import ModelStore, default_cache_dir
@@ -66,12 +66,14 @@ def survey(settings: Settings, environ: Mapping[str, str]) -> Site:
     source = ModelStore(default_cache_dir(environ)).resolve(settings.model.source)
     info = load_model_info(source.path)
     rdma = rdma_outlook(settings.transfer)
+    gpus = gpu_outlook(settings.model)
     plan = planning.plan(
         settings,
         facts_from_info(info, settings.model, has_bf16_cpu=has_bf16_cpu()),
         cores=available_cores(),
         shares_memory=can_share_memory(),
         rdma=rdma,
+        gpus=None if gpus is None else replace(gpus, num_gpus=None),  # the others have their own
     )
     enforce(plan.checks)
     return Site(model_path=source.path, info=info, plan=plan, rdma=rdma)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import psutil
 
-from configs.schema import TransferSettings
+from configs.schema import ModelSettings, TransferSettings
 from kv_transfer.transports.nixl_agent import has_nixl, nixl_problem
 from kv_transfer.ucx_device import RdmaOutlook, find_rdma_devices, outlook
 from workers.checks import takes_nixl
+from workers.gpu_outlook import GpuOutlook
 
-__all__ = ["available_bytes", "available_cores", "has_bf16_cpu", "rdma_outlook"]
+__all__ = ["available_bytes", "available_cores", "gpu_outlook", "has_bf16_cpu", "rdma_outlook"]
 
 _ROOT = Path("/")
 _IP = frozenset({socket.AF_INET, socket.AF_INET6})
@@ -46,6 +47,19 @@ def has_bf16_cpu(root: Path = _ROOT) -> bool:
     """Whether this CPU multiplies bf16 in hardware (the flags that torch looks at)."""
     flags = _read(root / "proc/cpuinfo").split()
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def gpu_outlook(model: ModelSettings) -> GpuOutlook | None:
+    """The GPUs of this process for a model that wants them; None for one that does not."""
+    if model.device == "cpu":
+        return None
+    import torch  # here: it takes seconds, which who asks for no GPU does not pay
+
+    if torch.version.cuda is None:
+        return GpuOutlook(num_gpus=0, obstacle="this torch was built without CUDA")
+    if not torch.cuda.is_available():
+        return GpuOutlook(num_gpus=0, obstacle="torch sees no GPU here")
+    return GpuOutlook(num_gpus=torch.cuda.device_count())
 
 
 def rdma_outlook(settings: TransferSettings, root: Path = _ROOT) -> RdmaOutlook:

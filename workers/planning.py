@@ -26,6 +26,7 @@ from workers.checks import (
     check_transfer,
     check_window,
 )
+from workers.gpu_outlook import GpuOutlook, check_device
 from workers.runner_choice import Architecture, RunnerChoice, choose_runner
 
 __all__ = [
@@ -140,12 +141,14 @@ def plan(
     available_bytes: int | None = None,
     shares_memory: bool = False,
     rdma: RdmaOutlook | None = None,
+    gpus: GpuOutlook | None = None,
 ) -> DeploymentPlan:
     """Size every pool and check the result; a plan that must not start has `ok` False.
 
     `cores` and `available_bytes` are those of the one host that all workers share; None is memory
     that is not known, which gives a warning. `shares_memory` is whether that host lets processes
-    share some, `rdma` what nixl would find there.
+    share some, `rdma` what nixl would find there, `gpus` what a model for GPUs would (None: it is
+    for the CPU).
     """
     rdma = rdma or RdmaOutlook(is_installed=False, device="", is_rdma=False)
     window = settings.model.max_model_len or facts.context_length
@@ -157,6 +160,12 @@ def plan(
     workers = tuple(sizer.worker(pool) for pool in pools)
     checks = [
         check_runner(facts.architecture.model_type, runner),
+        *(
+            check_device(
+                each, [pool.engine.gpu_share for pool in pools for _ in range(pool.replicas)]
+            )
+            for each in ([] if gpus is None else [gpus])
+        ),
         check_window(window=window, context_length=facts.context_length),
         # What was asked for counts, not the whole blocks that it was rounded up to: 8191 tokens are
         # below a window of 8192 even if the last block has room for one more.

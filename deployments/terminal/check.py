@@ -12,7 +12,13 @@ from deployments.terminal.tables import format_columns
 from kv_transfer.geometry import KVLayout
 from kv_transfer.shared_memory import can_share_memory
 from workers.checks import Outcome, format_bytes
-from workers.host import available_bytes, available_cores, has_bf16_cpu, rdma_outlook
+from workers.host import (
+    available_bytes,
+    available_cores,
+    gpu_outlook,
+    has_bf16_cpu,
+    rdma_outlook,
+)
 from workers.models.facts import find_snapshot, read_facts
 from workers.models.store import ModelStore, default_cache_dir
 from workers.planning import DeploymentPlan, WorkerPlan, plan
@@ -45,6 +51,7 @@ def plan_for_host(settings: Settings, environ: Mapping[str, str]) -> DeploymentP
         available_bytes=available_bytes() if is_host_memory else None,
         shares_memory=can_share_memory(),
         rdma=rdma_outlook(settings.transfer),
+        gpus=gpu_outlook(settings.model),
     )
 
 

@@ -19,6 +19,7 @@ from configs.schema import Settings
 from deployments import cli
 from deployments.version import installed_version
 from tests.fakes.api_server import ApiScript, api_server
+from workers.gpu_outlook import GpuOutlook
 
 ROOT = Path(__file__).parents[3]
 CONFIG = {
@@ -150,11 +151,30 @@ def test_check_says_which_kv_is_given_up_behind_a_window(run, model: Path) -> No
     assert answer["workers"][0]["window_blocks"] == 64 + 21
 
 
-def test_check_on_a_gpu_does_not_compare_with_the_hosts_memory(run, model: Path) -> None:
+def test_check_on_a_gpu_does_not_compare_with_the_hosts_memory(
+    run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outlook = GpuOutlook(num_gpus=2)
+    monkeypatch.setattr("deployments.terminal.check.gpu_outlook", lambda _: outlook)
+
     result = run("check", "-s", f"model.source={model}", "-s", "model.device=cuda")
 
     assert result.exit_code == 0
     assert "warn  MEMORY" in result.stdout
+    assert "not run on a GPU so far" in result.stdout
+
+
+def test_check_refuses_a_gpu_that_is_not_there(
+    run, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outlook = GpuOutlook(num_gpus=0, obstacle="torch sees no GPU here")
+    monkeypatch.setattr("deployments.terminal.check.gpu_outlook", lambda _: outlook)
+
+    result = run("check", "-s", f"model.source={model}", "-s", "model.device=cuda")
+
+    assert result.exit_code == 1
+    assert "FAIL  DEVICE" in result.stdout
+    assert "model.device is cuda, but torch sees no GPU here" in result.stdout
 
 
 def test_check_says_how_to_pull_a_missing_model(run) -> None:

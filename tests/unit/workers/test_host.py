@@ -5,9 +5,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from configs.schema import TransferSettings
-from workers.host import available_bytes, available_cores, has_bf16_cpu, rdma_outlook
+from configs.schema import ModelSettings, TransferSettings
+from workers.gpu_outlook import GpuOutlook
+from workers.host import (
+    available_bytes,
+    available_cores,
+    gpu_outlook,
+    has_bf16_cpu,
+    rdma_outlook,
+)
 
 
 def write(root: Path, path: str, text: str) -> None:
@@ -84,3 +92,22 @@ def test_a_package_for_rdma_that_does_not_load_is_known_where_it_would_be_used(
     assert not wanted.is_best
     assert wanted.problem == "no libucp"
     assert not_wanted.problem == ""
+
+
+@pytest.mark.parametrize(
+    ("built_with", "num_gpus", "outlook"),
+    [
+        (None, 0, GpuOutlook(num_gpus=0, obstacle="this torch was built without CUDA")),
+        ("13.0", 0, GpuOutlook(num_gpus=0, obstacle="torch sees no GPU here")),
+        ("13.0", 2, GpuOutlook(num_gpus=2)),
+    ],
+)
+def test_gpus_are_those_that_torch_can_use(
+    built_with: str | None, num_gpus: int, outlook: GpuOutlook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", built_with)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+
+    assert gpu_outlook(ModelSettings(device="cuda")) == outlook
+    assert gpu_outlook(ModelSettings(device="cpu")) is None

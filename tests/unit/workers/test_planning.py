@@ -18,6 +18,7 @@ from configs.schema import (
 from kv_transfer.ucx_device import RdmaOutlook
 from workers.checks import INV_POOL_WINDOW, Check, Outcome, enforce
 from workers.errors import PoolTooSmallError, WorkerError
+from workers.gpu_outlook import GpuOutlook
 from workers.planning import DeploymentPlan, ModelFacts, plan, resolve_dtype
 from workers.runner_choice import Architecture
 
@@ -362,3 +363,34 @@ def test_dtype_is_resolved_by_the_device(
     model = ModelSettings.model_validate({"dtype": dtype, "device": device})
 
     assert resolve_dtype(model, has_bf16_cpu=has_bf16_cpu) == expected
+
+
+@pytest.mark.parametrize(
+    ("outlook", "outcome", "sentence"),
+    [
+        (GpuOutlook(num_gpus=2), Outcome.WARNS, "book 2 GPUs of the 2 that are here"),
+        (GpuOutlook(num_gpus=None), Outcome.WARNS, "book 2 GPUs; Baton was not run on a GPU"),
+        (GpuOutlook(num_gpus=1), Outcome.FAILS, "book 2 GPUs and there are 1: lower decode"),
+        (GpuOutlook(num_gpus=0, obstacle="there is none"), Outcome.FAILS, "but there is none: "),
+    ],
+)
+def test_a_model_for_gpus_needs_one_for_each_worker(
+    outlook: GpuOutlook, outcome: Outcome, sentence: str
+) -> None:
+    deployment = plan(settings_of(), FACTS, cores=2, gpus=outlook)
+
+    [check] = checks_of(deployment, "DEVICE")
+    assert check.outcome is outcome
+    assert sentence in check.sentence
+
+
+def test_workers_may_share_a_gpu() -> None:
+    half = EngineSettings(gpu_share=0.5)
+
+    outlook = GpuOutlook(num_gpus=1)
+
+    assert plan(settings_of(decode=half, prefill=half), FACTS, cores=2, gpus=outlook).ok
+
+
+def test_a_model_for_the_cpu_is_asked_nothing_about_gpus() -> None:
+    assert not checks_of(plan(settings_of(), FACTS, cores=2), "DEVICE")
