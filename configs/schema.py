@@ -204,11 +204,12 @@ class TlsSettings(_Group):
 class TransferSettings(_Group):
     """How KV moves from prefill to decode."""
 
-    transport: Literal["auto", "shm", "tcp", "nixl", "torch"] = "auto"
+    transport: Literal["auto", "shm", "tcp", "nixl", "torch", "cuda_ipc"] = "auto"
     """auto is shm (shared memory) between workers of one host, where it allows that; else nixl,
     where host is an RDMA device's address and the extra rdma is installed; else tcp.
 
-    torch moves blocks over process groups of torch.distributed (Gloo).
+    torch moves blocks over process groups of torch.distributed (Gloo). Of pools on GPUs auto is
+    cuda_ipc on one GPU, torch (NCCL) between two, else tcp; none of that was run so far.
     """
     host: PeerHost = "127.0.0.1"
     """Address that prefill workers listen on for decode workers; with torch both sides do."""

@@ -44,6 +44,8 @@ class PeerInfo:
     """Tokens that the whole pool holds; never below max_model_len (INV-POOL-WINDOW)."""
     host: str = ""
     """Processes with the same value can share memory (`sharing_domain`); empty is not known."""
+    gpu: str = ""
+    """The GPU on which the pool lies, as it is called in every process; empty for host memory."""
     endpoints: tuple[tuple[str, str], ...] = ()
     """(transport name, address) pairs at which blocks can be fetched; empty on a pure receiver."""
 
@@ -56,6 +58,7 @@ class PeerInfo:
         max_model_len: int,
         pool_tokens: int,
         host: str = "",
+        gpu: str = "",
     ) -> PeerInfo:
         """A worker whose pool has this layout, before it offers anything."""
         return PeerInfo(
@@ -76,6 +79,7 @@ class PeerInfo:
             max_model_len=max_model_len,
             pool_tokens=pool_tokens,
             host=host,
+            gpu=gpu,
         )
 
     def endpoint(self, transport: str) -> str | None:

@@ -209,6 +209,11 @@ class KVReceiver:
         """The transports that can bring its blocks; `LinkRefusedError` if there is none."""
         if not self._needs_repack(peer):
             return self._offers
+        if self._memory.kind != "host":
+            raise LinkRefusedError(
+                f"{describe_difference(peer, self._me)}; {self._me.worker_id}'s pool is in "
+                f"{self._memory.kind} memory, where nothing is repacked"
+            )
         # Scratch blocks live as long as a transfer: only where a closed session is the fence.
         offers = [
             offer

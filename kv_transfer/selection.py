@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kv_transfer.handoff import PeerInfo
-from kv_transfer.transport import LinkRefusedError, MemoryKind, Transport
+from kv_transfer.transport import Gpus, LinkRefusedError, MemoryKind, Transport
 
 __all__ = ["Choice", "LinkReason", "Offer", "check_memory", "choose"]
 
@@ -27,6 +27,12 @@ class LinkReason(Enum):
     """A better one is not offered by the peer: its memory cannot be shared."""
     OTHER_MEMORY = "other_memory"
     """A better one does not move blocks of memory of this kind."""
+    SAME_GPU = "same_gpu"
+    """The best there is, and both pools lie on the GPU that it needs for both."""
+    OTHER_GPU = "other_gpu"
+    """A better one does not reach from one GPU to another."""
+    ONE_GPU = "one_gpu"
+    """A better one needs two GPUs, and both pools lie on the same one."""
     BROKEN = "broken"
     """A better one does not start on this worker's host."""
     BEST = "best"
@@ -40,6 +46,7 @@ class Offer:
     name: str
     cross_host: bool
     memory_kinds: frozenset[MemoryKind] = frozenset({"host"})
+    gpus: Gpus = "any"
     is_broken: bool = False
     """It is wanted, and does not start here."""
 
@@ -51,6 +58,7 @@ class Offer:
             name=transport.name,
             cross_host=abilities.cross_host,
             memory_kinds=abilities.memory_kinds,
+            gpus=abilities.gpus,
         )
 
 
@@ -82,6 +90,11 @@ def choose(
             f"transport {' or '.join(names)} needs one host: {peer.worker_id} is on "
             f"{peer.host or 'an unknown one'}, {me.worker_id} on {me.host or 'an unknown one'}"
         )
+    if not {LinkReason.OTHER_GPU, LinkReason.ONE_GPU}.isdisjoint(obstacles):
+        raise LinkRefusedError(
+            f"transport {' or '.join(names)} does not reach from GPU {peer.gpu} of "
+            f"{peer.worker_id} to GPU {me.gpu} of {me.worker_id}"
+        )
     raise LinkRefusedError(
         f"no common transport: {peer.worker_id} offers {sorted(dict(peer.endpoints))}, "
         f"{me.worker_id} has {names}"
@@ -106,10 +119,17 @@ def _obstacle(offer: Offer, me: PeerInfo, peer: PeerInfo, memory: MemoryKind) ->
     if peer.endpoint(offer.name) is None:
         return LinkReason.NOT_OFFERED
     if offer.cross_host:
-        return None
+        return _gpu_obstacle(offer, me, peer)
     if not me.host or not peer.host:
         return LinkReason.UNKNOWN_HOST
-    return None if me.host == peer.host else LinkReason.OTHER_HOST
+    return _gpu_obstacle(offer, me, peer) if me.host == peer.host else LinkReason.OTHER_HOST
+
+
+def _gpu_obstacle(offer: Offer, me: PeerInfo, peer: PeerInfo) -> LinkReason | None:
+    is_one = me.gpu == peer.gpu
+    if offer.gpus == "one" and not is_one:
+        return LinkReason.OTHER_GPU
+    return LinkReason.ONE_GPU if offer.gpus == "two" and is_one else None
 
 
 def _reason(offers: Sequence[Offer], chosen: Offer, obstacles: Sequence[LinkReason]) -> LinkReason:
@@ -117,4 +137,6 @@ def _reason(offers: Sequence[Offer], chosen: Offer, obstacles: Sequence[LinkReas
         return LinkReason.ONLY_ONE
     if obstacles:
         return obstacles[-1]  # of the next best one
+    if chosen.gpus == "one":
+        return LinkReason.SAME_GPU
     return LinkReason.BEST if chosen.cross_host else LinkReason.SAME_HOST

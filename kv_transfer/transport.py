@@ -75,6 +75,10 @@ connected; `encrypted` the same, and nobody can read or change them; `open` whoe
 sockets of a library that asks for no proof."""
 
 
+Gpus = Literal["any", "one", "two"]
+"""`one` is the same GPU for both pools, `two` is not."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What a transport can and cannot do.
@@ -93,6 +97,8 @@ class Capabilities:
     """Of the pools that it reads from and writes to."""
     cross_host: bool
     data_path: DataPath
+    gpus: Gpus = "any"
+    """On which GPUs two pools must lie."""
 
 
 class BlockMemory(Protocol):

@@ -6,13 +6,15 @@ Pure, so that a plan can be made without loading any of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from kv_transfer.transport import Capabilities, MemoryKind
 
-__all__ = ["CAPABILITIES"]
+__all__ = ["CAPABILITIES", "GPU_CAPABILITIES"]
 
 _HOST: frozenset[MemoryKind] = frozenset({"host"})
+_CUDA: frozenset[MemoryKind] = frozenset({"cuda"})
 
 CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
     {
@@ -44,10 +46,29 @@ CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
             one_sided=False,
             peer_must_poll=True,
             fence="on_abort",
-            memory_kinds=_HOST,  # with NCCL too, which stages it
+            memory_kinds=_HOST,
             cross_host=True,
             data_path="open",
         ),
     }
 )
-"""By the transport's name."""
+"""By the transport's name, for pools in host memory."""
+
+GPU_CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
+    {
+        "cuda_ipc": Capabilities(
+            one_sided=False,
+            peer_must_poll=True,
+            fence="on_close",
+            memory_kinds=_CUDA,
+            cross_host=False,
+            gpus="one",
+            data_path="host",
+        ),
+        # By NCCL, which makes no group of two on one GPU.
+        "torch": replace(CAPABILITIES["torch"], memory_kinds=_CUDA, gpus="two"),
+        # By way of the host's memory.
+        "tcp": replace(CAPABILITIES["tcp"], memory_kinds=_CUDA),
+    }
+)
+"""By the transport's name, for pools on GPUs; best first."""

@@ -18,6 +18,7 @@ from kv_transfer.handoff import PeerInfo
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from kv_transfer.shared_memory import SharedRegion, can_share_memory, sharing_domain
+from kv_transfer.transports.cuda_device import CudaDevice
 from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.tls import TlsContexts
 from kv_transfer.ucx_device import RdmaOutlook
@@ -91,15 +92,18 @@ def build_prefill_worker(
     if site.plan.prefill is None:
         raise ValueError("these settings have no prefill pool")
     security = _link_security(settings.transfer, secret)
-    region = _shared_region(settings.transfer.transport, site.plan.prefill.pool_bytes)
+    gpu = _gpu(settings)
+    region = None
+    if gpu is None:
+        region = _shared_region(settings.transfer.transport, site.plan.prefill.pool_bytes)
     engine, memory = _build_engine(site, site.plan.prefill, settings, region)
-    me = _peer_info(site.plan, site.plan.prefill, worker_id)
+    me = _peer_info(site.plan, site.plan.prefill, worker_id, gpu)
     transports = build_transports(
         settings.transfer,
         security,
         site.rdma,
         has_region=region is not None,
-        device=settings.model.device,
+        gpu=gpu,
     )
     worker: PrefillWorker
     sender = KVSender(
@@ -133,7 +137,8 @@ def build_decode_worker(
     engine, memory = _build_engine(
         site, site.plan.decode, settings, region=None, gap_target_s=settings.decode.gap_target_s
     )
-    me = _peer_info(site.plan, site.plan.decode, worker_id)
+    gpu = _gpu(settings)
+    me = _peer_info(site.plan, site.plan.decode, worker_id, gpu)
     receiver = None
     if security is not None:
         transports = build_transports(
@@ -141,7 +146,7 @@ def build_decode_worker(
             security,
             site.rdma,
             has_region=True,
-            device=settings.model.device,
+            gpu=gpu,
         )
         receiver = KVReceiver(
             memory=memory,
@@ -209,7 +214,14 @@ def _prefix_scope(site: Site, settings: Settings) -> PrefixScope | None:
     return PrefixScope(fingerprint=layout.fingerprint, block_size=layout.block_size)
 
 
-def _peer_info(plan: DeploymentPlan, worker: WorkerPlan, worker_id: str) -> PeerInfo:
+def _gpu(settings: Settings) -> CudaDevice | None:
+    """The GPU of this worker: of those that Ray has booked for it, the only one that it sees."""
+    return CudaDevice() if settings.model.device == "cuda" else None
+
+
+def _peer_info(
+    plan: DeploymentPlan, worker: WorkerPlan, worker_id: str, gpu: CudaDevice | None
+) -> PeerInfo:
     return PeerInfo.of(
         plan.layout,
         worker_id=worker_id,
@@ -217,6 +229,7 @@ def _peer_info(plan: DeploymentPlan, worker: WorkerPlan, worker_id: str) -> Peer
         max_model_len=plan.window,
         pool_tokens=worker.pool_tokens,
         host=sharing_domain(),
+        gpu="" if gpu is None else gpu.uuid,
     )
 
 

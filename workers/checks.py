@@ -6,7 +6,7 @@ it, with the same sentences.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -15,7 +15,7 @@ from configs.addresses import is_loopback
 from configs.schema import TransferSettings
 from kv_transfer.compatibility import check_compatible
 from kv_transfer.handoff import PeerInfo
-from kv_transfer.transport import LinkRefusedError
+from kv_transfer.transport import Capabilities, LinkRefusedError
 from kv_transfer.transport_kinds import CAPABILITIES
 from kv_transfer.transports.pair_plan import MESSAGE_BYTES, WINDOW
 from kv_transfer.transports.pair_table import MAX_PAIRS
@@ -143,12 +143,15 @@ def check_transfer(
     ]
 
 
-def check_capabilities(transport: str) -> Check:
+def check_capabilities(
+    transport: str, capabilities: Mapping[str, Capabilities] = CAPABILITIES
+) -> Check:
     """What a transport needs of both workers; a statement, nothing can be wrong with it."""
-    abilities = CAPABILITIES[transport]
+    abilities = capabilities[transport]
     sends = "reads blocks by itself" if abilities.one_sided else "is given blocks by prefill"
     stops = ", and waits while prefill's process is stopped" if abilities.peer_must_poll else ""
     reach = "within and between hosts" if abilities.cross_host else "within a host"
+    reach += {"any": "", "one": ", on one GPU", "two": ", from one GPU to another"}[abilities.gpus]
     kinds = " or ".join(sorted(abilities.memory_kinds))
     return Check(
         id="CAPABILITIES",
@@ -157,9 +160,13 @@ def check_capabilities(transport: str) -> Check:
     )
 
 
-def check_data_path(transport: str, settings: TransferSettings) -> Check:
+def check_data_path(
+    transport: str,
+    settings: TransferSettings,
+    capabilities: Mapping[str, Capabilities] = CAPABILITIES,
+) -> Check:
     """Who can get at the blocks that a transport moves; a warning where a network can."""
-    path = CAPABILITIES[transport].data_path
+    path = capabilities[transport].data_path
     if path == "authenticated" and settings.tls is not None:
         path = "encrypted"
     outcome = Outcome.HOLDS
@@ -188,6 +195,8 @@ def _candidates(
     settings: TransferSettings, shares_memory: bool, rdma: RdmaOutlook
 ) -> tuple[str, ...]:
     """The transports that links may use, best first."""
+    if settings.transport == "cuda_ipc":
+        return ()
     if settings.transport != "auto":
         return (settings.transport,)
     within = ("shm",) if shares_memory else ()
@@ -212,13 +221,15 @@ def check_transport(settings: TransferSettings, shares_memory: bool, rdma: RdmaO
     wanted, network = settings.transport, _network(settings, rdma)
     if wanted == "nixl":
         return _check_nixl(rdma)
+    if wanted == "cuda_ipc":
+        sentence = "transfer.transport is cuda_ipc, but model.device is cpu: set it to auto."
+        return Check(id="TRANSPORT", outcome=Outcome.FAILS, sentence=sentence)
     if wanted == "tcp":
         sentence = "KV moves over tcp: transfer.transport says so."
     elif wanted == "torch":
         staging = format_bytes(MAX_PAIRS * WINDOW * MESSAGE_BYTES)
         sentence = (
-            "KV moves over torch.distributed (Gloo; NCCL, which a GPU model would take, was not "
-            "run): transfer.transport says so. "
+            "KV moves over torch.distributed (Gloo): transfer.transport says so. "
             f"A worker keeps up to {MAX_PAIRS} process groups, which take {staging} at most."
         )
     elif shares_memory:

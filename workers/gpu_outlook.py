@@ -1,16 +1,20 @@
-"""What GPUs a host has for a model that is to run on them, and the check of it.
+"""What GPUs a host has for a model that is to run on them, and the checks that this needs.
 
 Pure: `workers.host` looks, this judges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from workers.checks import Check, Outcome
+from configs.schema import TransferSettings
+from kv_transfer.transport_kinds import GPU_CAPABILITIES
+from kv_transfer.transports.pair_table import MAX_PAIRS
+from workers.checks import Check, Outcome, check_capabilities, check_data_path
 
-__all__ = ["GpuOutlook", "check_device"]
+__all__ = ["GpuOutlook", "check_device", "check_gpu_transfer"]
 
 _NEEDED = "model.device is cuda, but"
 
@@ -40,3 +44,44 @@ def check_device(outlook: GpuOutlook, shares: Iterable[float]) -> Check:
     found = "" if outlook.num_gpus is None else f" of the {outlook.num_gpus} that are here"
     sentence = f"The workers book {booked:g} GPUs{found}; Baton was not run on a GPU so far."
     return Check(id="DEVICE", outcome=Outcome.WARNS, sentence=sentence)
+
+
+_WAYS: Mapping[str, str] = MappingProxyType(
+    {
+        "cuda_ipc": "cuda_ipc between workers of one GPU, which takes none of its memory",
+        "torch": "torch (NCCL) from one GPU to another, where each of up to "
+        f"{MAX_PAIRS} process groups takes GPU memory beside the pool (not measured)",
+        "tcp": "tcp by way of host memory",
+    }
+)
+"""By transport, best first."""
+
+
+def check_gpu_transfer(settings: TransferSettings) -> list[Check]:
+    """What KV moves over between pools on GPUs, and who can get at it on each way."""
+    if settings.transport == "auto":
+        # NCCL would go past the certificates.
+        ways = [way for way in _WAYS if way != "torch" or settings.tls is None]
+    elif settings.transport in _WAYS:
+        ways = [settings.transport]
+    else:
+        sentence = (
+            f"transfer.transport is {settings.transport}, which moves no blocks of pools on GPUs: "
+            f"set it to auto, {' or '.join(_WAYS)}."
+        )
+        return [Check(id="TRANSPORT", outcome=Outcome.FAILS, sentence=sentence)]
+    sentence = (
+        f"KV moves over {'; else over '.join(_WAYS[way] for way in ways)}. "
+        "None of it was run on a GPU so far."
+    )
+    return [
+        Check(id="TRANSPORT", outcome=Outcome.WARNS, sentence=sentence),
+        *(
+            check
+            for way in ways
+            for check in (
+                check_capabilities(way, GPU_CAPABILITIES),
+                check_data_path(way, settings, GPU_CAPABILITIES),
+            )
+        ),
+    ]

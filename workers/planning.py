@@ -26,7 +26,7 @@ from workers.checks import (
     check_transfer,
     check_window,
 )
-from workers.gpu_outlook import GpuOutlook, check_device
+from workers.gpu_outlook import GpuOutlook, check_device, check_gpu_transfer
 from workers.runner_choice import Architecture, RunnerChoice, choose_runner
 
 __all__ = [
@@ -179,7 +179,11 @@ def plan(
         *(
             check
             for _ in workers[1:]
-            for check in check_transfer(settings.transfer, rdma, shares_memory=shares_memory)
+            for check in (
+                check_gpu_transfer(settings.transfer)
+                if settings.model.device == "cuda"
+                else check_transfer(settings.transfer, rdma, shares_memory=shares_memory)
+            )
         ),
         _memory_check(workers, facts.weight_bytes, available_bytes),
         check_cores(threads=sum(each.replicas * each.threads for each in workers), cores=cores),

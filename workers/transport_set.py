@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Literal
 
 from configs.schema import TransferSettings
 from kv_transfer.selection import Offer
 from kv_transfer.transport import Transport
+from kv_transfer.transport_kinds import GPU_CAPABILITIES
+from kv_transfer.transports.cuda_device import CudaDevice
+from kv_transfer.transports.cuda_ipc import CudaIpcTransport
 from kv_transfer.transports.group_backends import NcclBackend
 from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.nixl_agent import NixlMissingError
 from kv_transfer.transports.shm import ShmTransport
+from kv_transfer.transports.staged import StagedTransport
 from kv_transfer.transports.stream_server import StreamTimings
 from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.torch import TorchTransport
@@ -22,8 +25,6 @@ from workers.checks import takes_nixl
 from workers.errors import WorkerError
 
 __all__ = ["TransportSet", "build_transports"]
-
-Device = Literal["cpu", "cuda"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,23 +45,28 @@ def build_transports(
     rdma: RdmaOutlook,
     *,
     has_region: bool,
-    device: Device = "cpu",
+    gpu: CudaDevice | None = None,
 ) -> TransportSet:
     """The transports that the settings allow; a server needs a region to serve shm from.
 
-    `device` is what the model runs on: between GPUs torch takes NCCL, which was not run so far.
+    `gpu` is the one with the worker's pool: then there are other ones, none of which was run on a
+    GPU so far.
 
     Raises `WorkerError` where the only one does not start; `auto` goes on without it.
     """
+    if gpu is not None:
+        return _between_gpus(settings, security, gpu)
     match settings.transport:
         case "nixl":
             return TransportSet(usable=(_nixl(settings, security, rdma),))
         case "torch":
-            return TransportSet(usable=(_torch(settings, security, device),))
+            return TransportSet(usable=(TorchTransport(security=security, host=settings.host),))
         case "shm":
             return TransportSet(usable=(ShmTransport(secret=security.secret),))
         case "tcp":
             return TransportSet(usable=(TcpTransport(security=security, host=settings.host),))
+        case "cuda_ipc":
+            raise WorkerError("transport cuda_ipc: model.device is cpu")
         case "auto":
             return _every(settings, security, rdma, has_region)
 
@@ -86,9 +92,44 @@ def _every(
     return TransportSet(usable=tuple(usable), broken=tuple(broken))
 
 
-def _torch(settings: TransferSettings, security: LinkSecurity, device: Device) -> Transport:
-    if device == "cpu":
-        return TorchTransport(security=security, host=settings.host)
+def _between_gpus(
+    settings: TransferSettings, security: LinkSecurity, gpu: CudaDevice
+) -> TransportSet:
+    ipc = CudaIpcTransport(secret=security.secret, device=gpu)
+    tcp = StagedTransport(TcpTransport(security=security, host=settings.host), gpu)
+    match settings.transport:
+        case "cuda_ipc":
+            return TransportSet(usable=(ipc,))
+        case "torch":
+            return TransportSet(usable=(_nccl(settings, security),))
+        case "tcp":
+            return TransportSet(usable=(tcp,))
+        case "auto" if settings.tls is not None:  # which NCCL would go past
+            return TransportSet(usable=(ipc, tcp))
+        case "auto":
+            return _every_between_gpus(settings, security, ipc, tcp)
+        case "shm" | "nixl":
+            raise WorkerError(f"transport {settings.transport} moves no blocks of pools on GPUs")
+
+
+def _every_between_gpus(
+    settings: TransferSettings, security: LinkSecurity, ipc: Transport, tcp: Transport
+) -> TransportSet:
+    try:
+        return TransportSet(usable=(ipc, _nccl(settings, security), tcp))
+    except WorkerError as error:
+        logger.warning("not used, blocks go over tcp between GPUs error=%s", error)
+        nccl = GPU_CAPABILITIES[TorchTransport.name]
+        broken = Offer(
+            name=TorchTransport.name,
+            cross_host=nccl.cross_host,
+            memory_kinds=nccl.memory_kinds,
+            is_broken=True,
+        )
+        return TransportSet(usable=(ipc, tcp), broken=(broken,))
+
+
+def _nccl(settings: TransferSettings, security: LinkSecurity) -> Transport:
     timings = StreamTimings()
     try:
         # A worker's own GPU is the first that it sees.

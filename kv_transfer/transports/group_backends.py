@@ -12,6 +12,7 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import Store, Work
 
+from kv_transfer.transport import MemoryKind
 from kv_transfer.transports.process_group import PointToPoint
 
 _ABORT_TAG = 1
@@ -22,7 +23,7 @@ class GlooBackend:
     """Groups whose messages go over TCP sockets on one interface."""
 
     name = "gloo"
-    reaches_host_memory = True
+    memory: MemoryKind = "host"
 
     def __init__(self, *, host: str, connect_s: float) -> None:
         """All sockets, listening ones included, are at `host`.
@@ -79,13 +80,10 @@ class GlooBackend:
 
 
 class NcclBackend:
-    """Groups whose messages go between GPUs. Written after NCCL's documentation; not run yet.
-
-    Pools are in host memory so far, so that messages are staged on the GPU at both ends.
-    """
+    """Groups whose messages go between GPUs. Written after NCCL's documentation; NOT RUN so far."""
 
     name = "nccl"
-    reaches_host_memory = False
+    memory: MemoryKind = "cuda"
 
     def __init__(self, *, device: int, connect_s: float) -> None:
         """On the GPU of this index; `RuntimeError` with the reason where that cannot be."""
@@ -110,7 +108,7 @@ class NcclBackend:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """To or from the GPU; returns when it is done."""
+        """On the stream that the next message of this thread waits for, and `finish` as well."""
         destination.copy_(source)
 
     def finish(self, work: Work, timeout: timedelta) -> None:
@@ -140,6 +138,6 @@ def refuse_one_gpu(mine: str, peers: str) -> None:
     """RuntimeError if both ranks would be on one GPU."""
     if mine == peers:
         raise RuntimeError(
-            f"both workers are on GPU {mine}, where NCCL makes no group of two: CUDA IPC would be "
-            "the way, which Baton does not have yet"
+            f"both workers are on GPU {mine}, where NCCL makes no group of two: transport "
+            "cuda_ipc is the way"
         )

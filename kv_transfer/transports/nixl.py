@@ -131,8 +131,8 @@ class NixlTransport:
         except BaseException:
             frames.close()
             raise
-        source = _AgentSource(self._links, link)
-        return StreamSession(frames, identity, source, memory, self._timings)
+        source = _AgentSource(self._links, link, memory)
+        return StreamSession(frames, identity, source, self._timings)
 
     async def close(self) -> None:
         """End every agent that reads; no session may be open."""
@@ -264,7 +264,8 @@ class _AgentSource(BlockSource):
 
     kind = FrameType.LOCATED
 
-    def __init__(self, links: NixlLinks, link: NixlLink) -> None:
+    def __init__(self, links: NixlLinks, link: NixlLink, memory: BlockMemory) -> None:
+        self.memory = memory
         self._links = links
         self._link = link
         self._announced: list[Arrival] = []
@@ -273,21 +274,18 @@ class _AgentSource(BlockSource):
         self._has_room = asyncio.Event()
         self._is_closed = False
 
-    def payload_bytes(self, destination: memoryview) -> int:
-        return 0
-
     async def fill(self, frames: FrameSocket, arrival: Arrival) -> None:
         self._link.check(arrival.block.block_id)
         if not self._announced:
             asyncio.get_running_loop().call_soon(self._read_announced)
         self._announced.append(arrival)
-        self._bytes_under_way += arrival.destination.nbytes
+        self._bytes_under_way += self.memory.bytes_per_block
         if self._bytes_announced() >= _READ_BYTES:
             self._read_announced()
         while self.is_full():
             self._has_room.clear()
             await self._has_room.wait()
-        await frames.pace(arrival.destination.nbytes)
+        await frames.pace(self.memory.bytes_per_block)
 
     def is_full(self) -> bool:
         """READs that stall are the link's to notice; those that only take long are none of that."""
@@ -302,19 +300,21 @@ class _AgentSource(BlockSource):
             self._links.leave(self._link)
 
     def _bytes_announced(self) -> int:
-        return sum(arrival.destination.nbytes for arrival in self._announced)
+        return len(self._announced) * self.memory.bytes_per_block
 
     def _read_announced(self) -> None:
         arrivals, self._announced = self._announced, []
         if not arrivals or self._is_closed:
             return
-        pieces = [(arrival.block.block_id, arrival.destination) for arrival in arrivals]
+        pieces = [
+            (arrival.block.block_id, self.memory.block(arrival.place)) for arrival in arrivals
+        ]
         read = self._link.read(pieces, lambda error: self._end(arrivals, error))
         if read is not None:
             self._under_way.add(read)
 
     def _end(self, arrivals: Sequence[Arrival], error: TransferError | None) -> None:
-        self._bytes_under_way -= sum(arrival.destination.nbytes for arrival in arrivals)
+        self._bytes_under_way -= len(arrivals) * self.memory.bytes_per_block
         self._has_room.set()
         if self._is_closed:
             return

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch._C._distributed_c10d import Store, Work
 
-from kv_transfer.transport import PeerLostError
+from kv_transfer.transport import MemoryKind, PeerLostError
 from kv_transfer.transports.mirrored_store import MirroredStore
 from kv_transfer.transports.pair_plan import MESSAGE_BYTES, WINDOW, Message, Span, messages_of
 
@@ -45,14 +45,14 @@ class GroupBackend(Protocol):
     """One of torch's backends, as pairs use it; called from the threads of groups."""
 
     name: str
-    reaches_host_memory: bool
-    """Whether messages go straight from pool to pool; else they are staged where they can."""
+    memory: MemoryKind
+    """Of the pools that messages go straight to and from; small blocks are packed first."""
 
     def make(self, store: Store, rank: int) -> PointToPoint:
         """A group of two; returns once both ends have made it."""
 
     def staging(self, num_bytes: int) -> torch.Tensor:
-        """Memory that its messages can be in."""
+        """Memory of that kind."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Between a pool and the staging; both have as many bytes."""
@@ -93,12 +93,12 @@ class PairGroup:
         self._store = store
         await self._run(lambda: self._make(store))
 
-    async def send(self, blocks: Sequence[memoryview]) -> None:
+    async def send(self, blocks: Sequence[torch.Tensor]) -> None:
         """Send blocks of one size; the other end receives as many of that size."""
         await self._run(lambda: self._send(blocks))
 
     async def receive(
-        self, blocks: Sequence[memoryview], arrived: Callable[[int, int], None]
+        self, blocks: Sequence[torch.Tensor], arrived: Callable[[int, int], None]
     ) -> None:
         """Receive blocks; `arrived(messages, num_bytes)` is called on the loop, message by message.
 
@@ -146,7 +146,7 @@ class PairGroup:
                 return
         self._backend.abort(group, self._peer)
 
-    def _send(self, blocks: Sequence[memoryview]) -> None:
+    def _send(self, blocks: Sequence[torch.Tensor]) -> None:
         group = self._made()
         under_way: deque[Work] = deque()
         for number, message in enumerate(_plan(blocks)):
@@ -159,7 +159,7 @@ class PairGroup:
         while under_way:
             self._backend.finish(under_way.popleft(), _MESSAGE_DEADLINE)
 
-    def _receive(self, blocks: Sequence[memoryview], arrived: Callable[[int, int], None]) -> None:
+    def _receive(self, blocks: Sequence[torch.Tensor], arrived: Callable[[int, int], None]) -> None:
         group = self._made()
         messages = _plan(blocks)
         under_way: deque[tuple[Work, torch.Tensor]] = deque()
@@ -186,9 +186,11 @@ class PairGroup:
         return self._group
 
     def _is_direct(self, message: Message) -> bool:
-        return len(message) == 1 and self._backend.reaches_host_memory
+        return len(message) == 1
 
-    def _buffer(self, number: int, message: Message, blocks: Sequence[memoryview]) -> torch.Tensor:
+    def _buffer(
+        self, number: int, message: Message, blocks: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """Where a message is while it is under way: in its block, or in its slot of the staging."""
         if self._is_direct(message):
             return _bytes_of(blocks, message[0])
@@ -197,11 +199,13 @@ class PairGroup:
         start = number % WINDOW * MESSAGE_BYTES
         return self._staging[start : start + sum(span.stop - span.start for span in message)]
 
-    def _pack(self, message: Message, blocks: Sequence[memoryview], buffer: torch.Tensor) -> None:
+    def _pack(self, message: Message, blocks: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
         for span, part in _parts(message, buffer):
             self._backend.copy(part, _bytes_of(blocks, span))
 
-    def _unpack(self, message: Message, buffer: torch.Tensor, blocks: Sequence[memoryview]) -> None:
+    def _unpack(
+        self, message: Message, buffer: torch.Tensor, blocks: Sequence[torch.Tensor]
+    ) -> None:
         for span, part in _parts(message, buffer):
             self._backend.copy(_bytes_of(blocks, span), part)
 
@@ -228,12 +232,12 @@ class PairGroup:
         return _failure_of(lambda: self._backend.abort(group, self._peer))
 
 
-def _plan(blocks: Sequence[memoryview]) -> tuple[Message, ...]:
+def _plan(blocks: Sequence[torch.Tensor]) -> tuple[Message, ...]:
     return messages_of(len(blocks), blocks[0].nbytes) if blocks else ()
 
 
-def _bytes_of(blocks: Sequence[memoryview], span: Span) -> torch.Tensor:
-    return torch.frombuffer(blocks[span.block], dtype=torch.uint8)[span.start : span.stop]
+def _bytes_of(blocks: Sequence[torch.Tensor], span: Span) -> torch.Tensor:
+    return blocks[span.block][span.start : span.stop]
 
 
 def _parts(message: Message, buffer: torch.Tensor) -> Iterator[tuple[Span, torch.Tensor]]:

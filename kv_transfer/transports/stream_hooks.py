@@ -10,8 +10,9 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from kv_transfer.geometry import BlockId
 from kv_transfer.handoff import GrantedBlock, TransferKey
-from kv_transfer.transport import CorruptTransferError, TransferError
+from kv_transfer.transport import BlockMemory, CorruptTransferError, TransferError
 from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket
 from kv_transfer.transports.wire import FrameType, Identity
@@ -91,8 +92,8 @@ class Arrival(Protocol):
         """Which one, as its owner has just announced it."""
 
     @property
-    def destination(self) -> memoryview:
-        """Where its bytes go."""
+    def place(self) -> BlockId:
+        """The block of our own that its bytes go into."""
 
     def landed(self) -> None:
         """All of them are there: verify them. Raises `CorruptTransferError`."""
@@ -116,9 +117,16 @@ class BlockSource(Protocol):
 
     kind: FrameType
     """Of the frames that announce them."""
+    memory: BlockMemory
+    """What they are written to."""
 
-    def payload_bytes(self, destination: memoryview) -> int:
-        """What must follow the header of a block that goes there."""
+    def payload_bytes(self) -> int:
+        """What must follow the header of a block; for most of them nothing."""
+        return 0
+
+    def content(self, place: BlockId) -> memoryview:
+        """What the digest of a block that is there is made of; for most of them its bytes."""
+        return self.memory.block(place)
 
     def most_blocks(self) -> int:
         """Of one fetch."""
@@ -128,7 +136,7 @@ class BlockSource(Protocol):
         self,
         control: SessionControl,
         blocks: Sequence[GrantedBlock],
-        destinations: Sequence[memoryview],
+        places: Sequence[BlockId],
     ) -> None:
         """These blocks are to be asked for next, in this order; returns when they may be."""
         return

@@ -16,7 +16,6 @@ from typing import TypeVar
 from kv_transfer.geometry import BlockId, LogicalBlock
 from kv_transfer.handoff import Grant, GrantedBlock, PeerInfo, TransferKey, Verdict
 from kv_transfer.transport import (
-    BlockMemory,
     CorruptTransferError,
     LinkRefusedError,
     PeerLostError,
@@ -130,7 +129,7 @@ class _Expected:
     """A block that was asked for, where it goes, and who waits for it."""
 
     block: GrantedBlock
-    destination: memoryview
+    place: BlockId
     landed: asyncio.Queue[GrantedBlock | TransferError]
 
 
@@ -147,8 +146,8 @@ class _Arrival:
         return self.expected.block
 
     @property
-    def destination(self) -> memoryview:
-        return self.expected.destination
+    def place(self) -> BlockId:
+        return self.expected.place
 
     def landed(self) -> None:
         self.session.take_block(self.header, self.expected)
@@ -165,14 +164,12 @@ class StreamSession:
         frames: FrameSocket,
         identity: Identity,
         source: BlockSource,
-        memory: BlockMemory,
         timings: StreamTimings,
     ) -> None:
-        """Over frames that have been greeted, from `source` into `memory`; owns the frames."""
+        """Over frames that have been greeted, from `source`; owns the frames."""
         self._frames = frames
         self._identity = identity
         self._source = source
-        self._memory = memory
         self._timings = timings
         self._expected: dict[LogicalBlock, _Expected] = {}
         self._arriving: dict[LogicalBlock, _Expected] = {}  # announced, and not yet verified
@@ -198,9 +195,9 @@ class StreamSession:
     ) -> AsyncIterator[GrantedBlock]:
         """Read blocks into their places."""
         landed: asyncio.Queue[GrantedBlock | TransferError] = asyncio.Queue()
-        places = [self._memory.block(placement[block.logical]) for block in blocks]
-        for block, destination in zip(blocks, places, strict=True):
-            self._expected[block.logical] = _Expected(block, destination, landed)
+        places = [placement[block.logical] for block in blocks]
+        for block, place in zip(blocks, places, strict=True):
+            self._expected[block.logical] = _Expected(block, place, landed)
         most = self._source.most_blocks()
         for start in range(0, len(blocks), most):
             part = blocks[start : start + most]
@@ -242,7 +239,7 @@ class StreamSession:
 
         Raises `CorruptTransferError`.
         """
-        wire.check_payload(header, self._identity, expected.destination)
+        wire.check_payload(header, self._identity, self._source.content(expected.place))
         del self._arriving[expected.block.logical]
         expected.landed.put_nowait(expected.block)
 
@@ -294,10 +291,9 @@ class StreamSession:
         expected = self._expected.get(header.logical)
         if expected is None:
             raise CorruptTransferError(f"logical block {header.logical} was not asked for")
-        block, destination = expected.block, expected.destination
+        block = expected.block
         said = (header.generation, header.valid_tokens, header.length)
-        size = self._source.payload_bytes(destination)
-        wanted = (block.generation, block.valid_tokens, size)
+        wanted = (block.generation, block.valid_tokens, self._source.payload_bytes())
         if said != wanted:
             raise CorruptTransferError(
                 f"logical block {header.logical}: (generation, tokens, bytes) {said}, not {wanted}"

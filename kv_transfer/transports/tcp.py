@@ -65,7 +65,7 @@ class TcpTransport:
     ) -> FetchSession:
         """Connect and greet; the answer must come from the incarnation that was asked for."""
         frames = await connect_frames(dial, self.name, peer, key, me, self._security, self._timings)
-        return StreamSession(frames, Identity.of(key), _SocketSource(), memory, self._timings)
+        return StreamSession(frames, Identity.of(key), _SocketSource(memory), self._timings)
 
     async def close(self) -> None:
         """Nothing is kept between sessions."""
@@ -76,11 +76,14 @@ class _SocketSource(BlockSource):
 
     kind = FrameType.DATA
 
-    def payload_bytes(self, destination: memoryview) -> int:
-        return destination.nbytes
+    def __init__(self, memory: BlockMemory) -> None:
+        self.memory = memory
+
+    def payload_bytes(self) -> int:
+        return self.memory.bytes_per_block
 
     async def fill(self, frames: FrameSocket, arrival: Arrival) -> None:
-        await frames.receive_into(arrival.destination)
+        await frames.receive_into(self.memory.block(arrival.place))
         arrival.landed()
 
 

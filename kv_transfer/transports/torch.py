@@ -22,7 +22,7 @@ from kv_transfer.transport import (
     FetchSession,
     GrantAuthority,
 )
-from kv_transfer.transport_kinds import CAPABILITIES
+from kv_transfer.transport_kinds import CAPABILITIES, GPU_CAPABILITIES
 from kv_transfer.transports.group_backends import GlooBackend
 from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.pair_table import PairLimits, PairTable
@@ -58,6 +58,8 @@ class TorchTransport:
         self._timings = timings or StreamTimings()
         self._limits = limits or PairLimits()
         self._backend = backend or GlooBackend(host=host, connect_s=self._timings.connect_s)
+        if self._backend.memory == "cuda":
+            self.capabilities = GPU_CAPABILITIES["torch"]
         self._pairs: PairTable[PairGroup] = PairTable(self._limits)
 
     def server(self, memory: BlockMemory, authority: GrantAuthority, me: PeerInfo) -> BlockServer:
@@ -81,7 +83,7 @@ class TorchTransport:
         source = GroupSource(
             self._pairs, peer, memory, backend=self._backend, limits=self._limits, frames=frames
         )
-        return StreamSession(frames, Identity.of(key), source, memory, self._timings)
+        return StreamSession(frames, Identity.of(key), source, self._timings)
 
     async def close(self) -> None:
         """Close every group; no session may be open."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from kv_transfer.handoff import GrantedBlock, TransferKey
 from kv_transfer.transport import BlockMemory, CorruptTransferError
 from kv_transfer.transports import wire
+from kv_transfer.transports.device import block_content, block_tensor
 from kv_transfer.transports.mirrored_store import MirroredStore
 from kv_transfer.transports.pair_messages import Entry, Ready, Turn
 from kv_transfer.transports.pair_table import PairLimits, PairTable, Seat
@@ -49,7 +50,7 @@ class GroupOutlet(BlockOutlet):
 
     def frame(self, identity: Identity, block: GrantedBlock) -> Sequence[bytes | memoryview]:
         """The block's header alone."""
-        content = self._memory.block(block.block_id)
+        content = block_content(self._memory, block.block_id)
         return (wire.block_header(identity, FrameType.LOCATED, block, content),)
 
     def delivery(self, key: TransferKey, say: Say) -> Delivery:
@@ -168,7 +169,7 @@ class _Turns(Delivery):
             assert self._store is not None, "a new turn came with a store"
             await group.make(self._store)
         blocks = await self._fetched.get()
-        await group.send([self._memory.block(block.block_id) for block in blocks])
+        await group.send([block_tensor(self._memory, block.block_id) for block in blocks])
         return self._end(seat)
 
     def _answer(self, turn: Turn, *, is_paired: bool) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from kv_transfer.geometry import LogicalBlock
+import torch
+
+from kv_transfer.geometry import BlockId, LogicalBlock
 from kv_transfer.handoff import GrantedBlock, PeerInfo
 from kv_transfer.transfer_thread import run_beside
 from kv_transfer.transport import BlockMemory, CorruptTransferError, PeerLostError, TransferError
+from kv_transfer.transports.device import block_content, block_tensor
 from kv_transfer.transports.frame_socket import FrameSocket
 from kv_transfer.transports.mirrored_store import MirroredStore
 from kv_transfer.transports.pair_messages import Entry, Ready, Turn
@@ -37,7 +40,7 @@ class GroupSource(BlockSource):
         """Seats are taken in `pairs`; what comes counts as a sign of life on `frames`."""
         self._pairs = pairs
         self._peer = peer
-        self._bytes_per_block = memory.bytes_per_block
+        self.memory = memory
         self._backend = backend
         self._limits = limits
         self._frames = frames
@@ -47,22 +50,23 @@ class GroupSource(BlockSource):
         self._store: tuple[int, MirroredStore] | None = None
         """Of the group that is being made, by epoch."""
 
-    def payload_bytes(self, destination: memoryview) -> int:
-        """None on the control channel."""
-        return 0
+    def content(self, place: BlockId) -> memoryview:
+        """Of a pool in any memory."""
+        return block_content(self.memory, place)
 
     def most_blocks(self) -> int:
         """Of one turn."""
-        return blocks_per_turn(self._bytes_per_block)
+        return blocks_per_turn(self.memory.bytes_per_block)
 
     async def prepare(
         self,
         control: SessionControl,
         blocks: Sequence[GrantedBlock],
-        destinations: Sequence[memoryview],
+        places: Sequence[BlockId],
     ) -> None:
         """Get the turn and post the receives, so that nothing that is fetched comes too early."""
         group = await run_beside(self._begin(control), control.until_failure())
+        destinations = [block_tensor(self.memory, place) for place in places]
         self._receives = _Receives(group, blocks, destinations, self._frames)
 
     def take(self, kind: FrameType, payload: bytes) -> None:
@@ -84,7 +88,7 @@ class GroupSource(BlockSource):
         if self._receives is None:
             raise CorruptTransferError(f"logical block {logical} came outside a turn")
         await self._receives.wait_for(logical)
-        await frames.pace(arrival.destination.nbytes)
+        await frames.pace(self.memory.bytes_per_block)
         if self._receives.is_complete:  # before who waits is told: a session that has all is closed
             await self._end_turn()
         arrival.landed()
@@ -164,7 +168,7 @@ class _Receives:
         self,
         group: PairGroup,
         blocks: Sequence[GrantedBlock],
-        destinations: Sequence[memoryview],
+        destinations: Sequence[torch.Tensor],
         frames: FrameSocket,
     ) -> None:
         self._frames = frames

@@ -399,5 +399,6 @@ def _peer(value: object) -> PeerInfo:
         max_model_len=_count(found["max_model_len"]),
         pool_tokens=_count(found["pool_tokens"]),
         host=_text(found["host"]),
+        gpu=_text(found["gpu"]),
         endpoints=(),
     )

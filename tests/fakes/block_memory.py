@@ -56,6 +56,7 @@ def peer_info(
     max_model_len: int = 64,
     pool_tokens: int = 128,
     host: str = "here",
+    gpu: str = "",
 ) -> PeerInfo:
     """A worker whose peers are those made with the same values."""
     return PeerInfo(
@@ -76,6 +77,7 @@ def peer_info(
         max_model_len=max_model_len,
         pool_tokens=pool_tokens,
         host=host,
+        gpu=gpu,
     )
 
 

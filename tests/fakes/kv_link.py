@@ -18,7 +18,7 @@ from kv_transfer.handoff import (
 from kv_transfer.incoming import IncomingTransfer
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
-from kv_transfer.transport import Clock, Transport
+from kv_transfer.transport import BlockMemory, Clock, Transport
 from tests.fakes.block_memory import ByteMemory, granted_blocks, peer_info, transfer_key
 from tests.fakes.clock import FakeClock
 
@@ -40,6 +40,8 @@ class KVLink:
     receiver: KVReceiver
     source: ByteMemory
     destination: ByteMemory
+    into: BlockMemory
+    """The destination as the receiver has it."""
     peer: PeerInfo
     me: PeerInfo
     prefill: str
@@ -120,8 +122,14 @@ async def kv_link(
         ends.put_nowait((key, reason))
 
     sender = KVSender(
-        memory=source,
-        me=peer_info("prefill-0", prefill, bytes_per_block=block_bytes, block_size=BLOCK_SIZE),
+        memory=seen_by(transport, source),
+        me=peer_info(
+            "prefill-0",
+            prefill,
+            bytes_per_block=block_bytes,
+            block_size=BLOCK_SIZE,
+            gpu="" if transport.capabilities.gpus != "two" else "GPU-1",
+        ),
         generation_of=source.generation_of,
         transports=[transport],
         on_end=note_end,
@@ -129,15 +137,30 @@ async def kv_link(
         clock=clock or FakeClock(),
         sweep_s=sweep_s,
     )
+    into = seen_by(transport, destination)
     receiver = KVReceiver(
-        memory=destination, me=decode, transports=[receiving or transport], lease_s=lease_s
+        memory=into,
+        me=decode,
+        transports=[receiving or transport],
+        lease_s=lease_s,
     )
     try:
         peer = await sender.start()
         await receiver.start()
-        yield KVLink(sender, receiver, source, destination, peer, decode, prefill, ended, ends)
+        yield KVLink(
+            sender, receiver, source, destination, into, peer, decode, prefill, ended, ends
+        )
     finally:
         await receiver.close()
         await sender.close()
         assert source.region is not None
         source.region.close()
+
+
+def seen_by(transport: Transport, memory: ByteMemory) -> BlockMemory:
+    """As host memory, or on a device where that is all that the transport knows."""
+    if "host" in transport.capabilities.memory_kinds:
+        return memory
+    from tests.fakes.device import DeviceBytes  # which loads torch
+
+    return DeviceBytes(memory)

@@ -56,6 +56,34 @@ def torch_transport(*, secret: Secret = SECRET, **arguments: Any) -> Transport:
     return TorchTransport(security=LinkSecurity(secret=secret), **arguments)
 
 
+def cuda_ipc_transport(*, secret: Secret = SECRET, **arguments: Any) -> Transport:
+    """With shared host memory in the GPU's place; imports torch as well."""
+    from kv_transfer.transports.cuda_ipc import CudaIpcTransport
+    from tests.fakes.device import SharedHostDevice
+
+    return CudaIpcTransport(secret=secret, **{"device": SharedHostDevice(), **arguments})
+
+
+def staged_tcp_transport(**arguments: Any) -> Transport:
+    """Over tcp between pools on GPUs, whose part host memory plays; imports torch as well."""
+    from kv_transfer.transports.staged import StagedTransport
+    from tests.fakes.device import SharedHostDevice
+
+    return StagedTransport(tcp_transport(**arguments), SharedHostDevice())
+
+
+def device_torch_transport(**arguments: Any) -> Transport:
+    """Over Gloo between pools on GPUs, as over NCCL; imports torch as well."""
+    from kv_transfer.transports.group_backends import GlooBackend
+
+    class Gloo(GlooBackend):
+        """Takes what is on the device for what it reaches: it is host memory here."""
+
+        memory = "cuda"
+
+    return torch_transport(backend=Gloo(host="127.0.0.1", connect_s=2.0), **arguments)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamKind:
     """How to make one, and how to get between its two ends."""
@@ -76,11 +104,16 @@ class StreamKind:
     @property
     def has_directions(self) -> bool:
         """Whether they follow the welcome."""
-        return self.name == "nixl"
+        return self.name in ("nixl", "cuda_ipc")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its addresses are those of one host."""
+        return self.name in ("shm", "cuda_ipc")
 
     def connect(self, address: str) -> socket.socket:
         """A connection to a server, blocking."""
-        if self.name == "shm":
+        if self.is_local:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.connect("\0" + address.removeprefix("@"))
             return connection
@@ -89,7 +122,7 @@ class StreamKind:
 
     def listen(self) -> tuple[socket.socket, str]:
         """A listening socket and its address, as a server would give it."""
-        if self.name == "shm":
+        if self.is_local:
             address = f"@baton-test-{secrets.token_hex(8)}"
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind("\0" + address.removeprefix("@"))
@@ -115,6 +148,18 @@ NIXL_TCP = StreamKind(
 )
 """Within a host UCX copies by itself (CMA); over TCP the owner has to send, as between hosts."""
 TORCH = StreamKind(name="torch", transport=torch_transport, block_frame=FrameType.LOCATED)
+CUDA_IPC = StreamKind(name="cuda_ipc", transport=cuda_ipc_transport, block_frame=FrameType.LOCATED)
+TCP_STAGED = StreamKind(
+    name="tcp", transport=staged_tcp_transport, block_frame=FrameType.DATA, variant="-staged"
+)
+TORCH_DEVICE = StreamKind(
+    name="torch",
+    transport=device_torch_transport,
+    block_frame=FrameType.LOCATED,
+    variant="-device",
+)
+DEVICE_KINDS = (CUDA_IPC, TCP_STAGED, TORCH_DEVICE)
+"""Between pools on a GPU, whose part shared host memory plays."""
 NIXL_KINDS = (NIXL, NIXL_TCP)
 STREAM_KINDS = (TCP, SHM, TORCH)
 FRAME_KINDS = (TCP, SHM, *NIXL_KINDS)

@@ -44,7 +44,7 @@ class KVCache:
     - `block_rows[layer_index]` is `[rows, block_size * kv_heads * head_dim]`, to be indexed by
       `block_index`: a row is one block's K or V.
 
-    As `BlockMemory` it shows each block's bytes to the transports (host memory only).
+    As `BlockMemory` it shows each block's bytes to the transports, on a GPU as `DeviceMemory`.
     """
 
     def __init__(
@@ -123,6 +123,14 @@ class KVCache:
         self._check_block(block_id)
         start = block_id * self.bytes_per_block
         return self._bytes[start : start + self.bytes_per_block]
+
+    def tensor(self, block_id: BlockId) -> torch.Tensor:
+        """The bytes of one block where they are: uint8 `[bytes_per_block]`, no copy.
+
+        IndexError if there is no such block.
+        """
+        self._check_block(block_id)
+        return self._arena[block_id].view(-1).view(torch.uint8)
 
     def layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of a layer's K and V, each `[num_blocks, block_size, kv_heads, head_dim]`.

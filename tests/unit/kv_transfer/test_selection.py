@@ -44,6 +44,40 @@ def test_the_best_transport_that_reaches_is_chosen(offers, peer, transport, reas
     assert (choice.transport, choice.reason) == (transport, reason)
 
 
+IPC = Offer(name="cuda_ipc", cross_host=False, memory_kinds=frozenset({"cuda"}), gpus="one")
+NCCL = Offer(name="torch", cross_host=True, memory_kinds=frozenset({"cuda"}), gpus="two")
+STAGED = Offer(name="tcp", cross_host=True, memory_kinds=frozenset({"cuda"}))
+GPU_WAYS = ["cuda_ipc", "torch", "tcp"]
+
+
+def gpu_worker(name, gpu, host="here"):
+    return dataclasses.replace(worker(name, host, GPU_WAYS), gpu=gpu)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "transport", "reason"),
+    [
+        ("GPU-a", "here", "cuda_ipc", LinkReason.SAME_GPU),
+        ("GPU-b", "here", "torch", LinkReason.OTHER_GPU),
+        ("GPU-b", "there", "torch", LinkReason.OTHER_HOST),
+        ("GPU-a", "there", "tcp", LinkReason.ONE_GPU),  # two containers on one GPU
+    ],
+)
+def test_between_gpus_it_matters_whether_they_are_one(gpu, host, transport, reason):
+    choice = choose(
+        [IPC, NCCL, STAGED], gpu_worker("d", "GPU-a"), gpu_worker("p", gpu, host), "cuda"
+    )
+    assert (choice.transport, choice.reason) == (transport, reason)
+
+
+def test_what_does_not_reach_between_the_gpus_is_refused_with_both():
+    me = gpu_worker("d", "GPU-a")
+    with pytest.raises(LinkRefusedError, match="torch does not reach from GPU GPU-a of p to GPU"):
+        choose([NCCL], me, gpu_worker("p", "GPU-a"), "cuda")
+    with pytest.raises(LinkRefusedError, match="cuda_ipc does not reach from GPU GPU-b of p to"):
+        choose([IPC], me, gpu_worker("p", "GPU-b"), "cuda")
+
+
 def test_two_hosts_that_nobody_knows_are_not_one():
     choice = choose([SHM, TCP], worker("d", host=""), worker("p", host=""))
     assert (choice.transport, choice.reason) == ("tcp", LinkReason.UNKNOWN_HOST)

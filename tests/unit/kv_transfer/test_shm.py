@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kv_transfer.geometry import BlockId
 from kv_transfer.transport import CorruptTransferError, LinkRefusedError, PeerLostError
 from kv_transfer.transports import wire
 from kv_transfer.transports.frame_socket import FrameSocket
@@ -167,7 +168,7 @@ async def test_a_block_outside_the_arena_is_corrupt():
         inside = link.blocks()[0]
         outside = dataclasses.replace(inside, block_id=len(link.source.generations))
         # The owner's check of the request is in the way of the test; the session's own is meant.
-        landing = SimpleNamespace(block=outside, destination=link.destination.block(0))
+        landing = SimpleNamespace(block=outside, place=BlockId(0))
         with pytest.raises(CorruptTransferError, match="outside the arena"):
             await session._source.fill(session._frames, landing)
         await session.close()

@@ -27,9 +27,18 @@ from kv_transfer.transports.stream_server import StreamTimings
 from kv_transfer.transports.wire import HEADER_BYTES, FrameType, Identity
 from tests.fakes.block_memory import ByteMemory, granted_blocks, peer_info, transfer_key
 from tests.fakes.clock import FakeClock
-from tests.fakes.kv_link import BLOCK_SIZE, FIRST, PLACES, POISON, kv_link
+from tests.fakes.kv_link import BLOCK_SIZE, FIRST, PLACES, POISON, kv_link, seen_by
 from tests.fakes.raw_peer import RawPeer
-from tests.fakes.stream_kinds import FRAME_KINDS, QUICK, SECRET, SHM, TCP, kind_parameters
+from tests.fakes.stream_kinds import (
+    ALL_KINDS,
+    DEVICE_KINDS,
+    FRAME_KINDS,
+    QUICK,
+    SECRET,
+    SHM,
+    TCP,
+    kind_parameters,
+)
 from tests.fakes.stream_proxy import Damage, stream_proxy
 from tests.fakes.until import until
 
@@ -39,7 +48,7 @@ def places_of(number):
     return [BlockId(number * 6 + i) for i in range(6)]
 
 
-@pytest.fixture(params=kind_parameters())
+@pytest.fixture(params=kind_parameters((*ALL_KINDS, *DEVICE_KINDS)))
 def kind(request):
     return request.param
 
@@ -180,7 +189,10 @@ async def test_a_peer_without_endpoint_is_refused(kind):
     me = peer_info("d", "d-1", bytes_per_block=8)
     with pytest.raises(LinkRefusedError, match=f"no {kind.name} endpoint"):
         await transport.connect(
-            ByteMemory(1, 8), peer_info("p", "p-1", bytes_per_block=8), transfer_key(), me
+            seen_by(transport, ByteMemory(1, 8)),
+            peer_info("p", "p-1", bytes_per_block=8),
+            transfer_key(),
+            me,
         )
 
 
@@ -378,7 +390,7 @@ async def test_a_fetch_under_an_ended_lease_is_refused(kind):
     transport = kind.transport()
     async with kv_link(transport) as link:
         key = link.offer()
-        session = await transport.connect(link.destination, link.peer, key, link.me)
+        session = await transport.connect(link.into, link.peer, key, link.me)
         grants = [grant async for grant in session.grants()]
         blocks = grants[0].blocks
         link.sender.revoke(key, "the step failed")
@@ -395,7 +407,7 @@ async def test_a_confirm_can_meet_a_renewal_on_its_way(kind):
     transport = kind.transport()
     async with kv_link(transport) as link:
         key = link.offer()
-        session = await transport.connect(link.destination, link.peer, key, link.me)
+        session = await transport.connect(link.into, link.peer, key, link.me)
         grants = [grant async for grant in session.grants()]
         for grant in grants:
             places = {block.logical: PLACES[block.logical] for block in grant.blocks}
@@ -467,7 +479,7 @@ class RogueOwner:
 async def open_session(kind, link, key):
     """A session to whoever is at the link's address now."""
     transport = kind.transport()
-    session = await transport.connect(link.destination, link.peer, key, link.me)
+    session = await transport.connect(link.into, link.peer, key, link.me)
     try:
         yield session
     finally:

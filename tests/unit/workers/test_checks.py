@@ -133,7 +133,12 @@ def test_link_is_refused_when_the_decode_side_lacks_the_window() -> None:
         ("auto", False, Outcome.HOLDS, "over tcp: this host lets no process share memory"),
         ("tcp", True, Outcome.HOLDS, "over tcp: transfer.transport says so"),
         ("torch", True, Outcome.HOLDS, "16 process groups, which take 64.0 MiB at most"),
-        ("torch", False, Outcome.HOLDS, "Gloo; NCCL, which a GPU model would take, was not run"),
+        (
+            "torch",
+            False,
+            Outcome.HOLDS,
+            "over torch.distributed (Gloo): transfer.transport says so",
+        ),
         ("shm", True, Outcome.HOLDS, "over shm: the workers share this host's memory."),
         ("shm", False, Outcome.FAILS, "transfer.transport is shm, but this host"),
     ],

@@ -13,6 +13,7 @@ from configs.schema import (
     ModelSettings,
     PrefillSettings,
     Settings,
+    TlsSettings,
     TransferSettings,
 )
 from kv_transfer.ucx_device import RdmaOutlook
@@ -394,3 +395,56 @@ def test_workers_may_share_a_gpu() -> None:
 
 def test_a_model_for_the_cpu_is_asked_nothing_about_gpus() -> None:
     assert not checks_of(plan(settings_of(), FACTS, cores=2), "DEVICE")
+
+
+@pytest.mark.parametrize(
+    ("transfer", "outcome", "ways"),
+    [
+        (TransferSettings(), Outcome.WARNS, ["cuda_ipc", "torch", "tcp"]),
+        (TransferSettings(transport="torch"), Outcome.WARNS, ["torch"]),
+        (TransferSettings(transport="tcp"), Outcome.WARNS, ["tcp"]),
+        (TransferSettings(transport="cuda_ipc"), Outcome.WARNS, ["cuda_ipc"]),
+        (TransferSettings(transport="shm"), Outcome.FAILS, []),
+        (TransferSettings(transport="nixl"), Outcome.FAILS, []),
+    ],
+)
+def test_between_gpus_each_way_is_named_and_said_not_to_have_been_run(
+    transfer: TransferSettings, outcome: Outcome, ways: list[str]
+) -> None:
+    settings = settings_of().model_copy(
+        update={"model": ModelSettings(device="cuda"), "transfer": transfer}
+    )
+
+    deployment = plan(settings, FACTS, cores=2, gpus=GpuOutlook(num_gpus=2))
+
+    [check] = checks_of(deployment, "TRANSPORT")
+    assert check.outcome is outcome
+    assert ("not run" in check.sentence or "was run on a GPU so far" in check.sentence) is bool(
+        ways
+    )
+    for check_id in ("CAPABILITIES", "DATA-PATH"):
+        found = [each.sentence.partition(":")[0] for each in checks_of(deployment, check_id)]
+        assert found == ways
+    if "torch" in ways:
+        assert "16 process groups takes GPU memory" in check.sentence
+
+
+def test_between_gpus_nothing_goes_past_the_certificates() -> None:
+    tls = TlsSettings(certificate="a.pem", key="a.key", ca="ca.pem")
+    settings = settings_of().model_copy(
+        update={"model": ModelSettings(device="cuda"), "transfer": TransferSettings(tls=tls)}
+    )
+
+    deployment = plan(settings, FACTS, cores=2, gpus=GpuOutlook(num_gpus=2))
+
+    [check] = checks_of(deployment, "TRANSPORT")
+    assert "NCCL" not in check.sentence
+
+
+def test_cuda_ipc_of_a_model_on_the_cpu_is_refused() -> None:
+    settings = settings_of().model_copy(update={"transfer": TransferSettings(transport="cuda_ipc")})
+
+    [check] = checks_of(plan(settings, FACTS, cores=2), "TRANSPORT")
+
+    assert check.outcome is Outcome.FAILS
+    assert "model.device is cpu" in check.sentence

@@ -6,6 +6,7 @@ import pytest
 
 from configs.schema import TlsSettings, TransferSettings
 from kv_transfer.authentication import Secret
+from kv_transfer.transport_kinds import GPU_CAPABILITIES
 from kv_transfer.transports import nixl_agent
 from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.nixl import NixlTransport
@@ -57,25 +58,82 @@ def test_auto_has_every_one_but_torch_best_first(monkeypatch: pytest.MonkeyPatch
     assert names(built("nixl")) == ["nixl"]
 
 
-def test_between_gpus_torch_takes_nccl_and_is_refused_with_the_reason_where_there_is_none(
-    monkeypatch: pytest.MonkeyPatch,
+class Gpu:
+    """None of it is asked for before a server starts."""
+
+
+class Nccl:
+    memory = "cuda"
+
+    def __init__(self, *, device: int, connect_s: float) -> None:
+        assert device == 0, "a worker sees no other"
+
+
+class NoNccl(Nccl):
+    def __init__(self, *, device: int, connect_s: float) -> None:
+        raise RuntimeError("this torch has no NCCL")
+
+
+def built_for_gpus(transport: str, **changes: object) -> TransportSet:
+    settings = TransferSettings.model_validate({"transport": transport, **changes})
+    return build_transports(
+        settings,
+        SECURITY,
+        RDMA,
+        has_region=False,
+        gpu=Gpu(),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "torch", "tcp"])
+def test_one_that_is_named_is_the_only_one_between_gpus(
+    transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = TransferSettings(transport="torch")
-    made: list[int] = []
-
-    class Nccl:
-        def __init__(self, *, device: int, connect_s: float) -> None:
-            if made:
-                raise RuntimeError("this torch has no NCCL")
-            made.append(device)
-
     monkeypatch.setattr("workers.transport_set.NcclBackend", Nccl)
 
-    build_transports(settings, SECURITY, RDMA, has_region=False, device="cuda")
+    assert names(built_for_gpus(transport)) == [transport]
 
-    assert made == [0]
+
+def test_between_gpus_auto_has_every_one_that_knows_their_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("workers.transport_set.NcclBackend", Nccl)
+
+    transports = built_for_gpus("auto")
+
+    assert names(transports) == ["cuda_ipc", "torch", "tcp"] == list(GPU_CAPABILITIES)
+    for each in transports.usable:
+        assert each.capabilities == GPU_CAPABILITIES[each.name]
+    tls = TlsSettings(certificate="a.pem", key="a.key", ca="ca.pem")
+    encrypting = LinkSecurity(secret=SECURITY.secret)
+    settings = TransferSettings(tls=tls)
+    with_tls = build_transports(settings, encrypting, RDMA, has_region=False, gpu=Gpu())  # type: ignore[arg-type]
+    assert names(with_tls) == ["cuda_ipc", "tcp"]
+
+
+def test_between_gpus_auto_goes_on_without_nccl_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("workers.transport_set.NcclBackend", NoNccl)
+
+    transports = built_for_gpus("auto")
+
+    assert names(transports) == ["cuda_ipc", "tcp"]
+    assert [(offer.name, offer.is_broken) for offer in transports.broken] == [("torch", True)]
+    assert len(caplog.records) == 1
     with pytest.raises(WorkerError, match=r"model\.device cuda: this torch has no NCCL"):
-        build_transports(settings, SECURITY, RDMA, has_region=False, device="cuda")
+        built_for_gpus("torch")
+
+
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
+def test_what_knows_host_memory_alone_is_refused_between_gpus(transport: str) -> None:
+    with pytest.raises(WorkerError, match=f"{transport} moves no blocks of pools on GPUs"):
+        built_for_gpus(transport)
+
+
+def test_cuda_ipc_is_refused_without_a_gpu() -> None:
+    with pytest.raises(WorkerError, match=r"cuda_ipc: model\.device is cpu"):
+        built("cuda_ipc")
 
 
 @pytest.mark.parametrize("has_package", [True, False])

@@ -168,6 +168,15 @@ def test_a_block_that_does_not_exist_is_refused(kv_cache, block_id):
         kv_cache.poison([BlockId(block_id)])
 
 
+def test_a_block_is_the_same_bytes_as_a_tensor(kv_cache):
+    kv_cache.tensor(BlockId(3))[:] = 7
+
+    assert bytes(kv_cache.block(BlockId(3))) == bytes([7]) * kv_cache.bytes_per_block
+    assert bytes(kv_cache.block(BlockId(2))) != bytes([7]) * kv_cache.bytes_per_block
+    with pytest.raises(IndexError, match="block 5 is not one of the 5"):
+        kv_cache.tensor(BlockId(5))
+
+
 def test_memory_off_the_host_has_no_bytes_to_show(layout):
     kv_cache = KVCache(layout, 1, device="meta")
 
