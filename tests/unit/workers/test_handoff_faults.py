@@ -70,11 +70,15 @@ def forget(side: Side) -> None:
 
 
 @pytest.mark.parametrize(
-    ("piece", "error"),
-    [(0, "LeaseLostError"), (3, "LeaseLostError"), (6, "InvalidTransferError")],
+    ("piece", "errors"),
+    [
+        (0, {"LeaseLostError"}),
+        (3, {"LeaseLostError"}),
+        (6, {"InvalidTransferError", "LeaseLostError"}),  # a race of the verdict and the renewal
+    ],
     ids=["before the first byte", "between two blocks", "after the last byte"],
 )
-async def test_reader_that_overslept_its_lease_uses_nothing_that_it_read(piece, error):
+async def test_reader_that_overslept_its_lease_uses_nothing_that_it_read(piece, errors):
     """F1, F2: by the time it goes on, the blocks hold somebody else's KV."""
     config = replace(CONFIG, num_prefill=2, lease_s=0.5, prefill_chunk_tokens=32, step_tokens=32)
     prompt = PROMPT[:20]  # two grants and five blocks, then the verdict
@@ -89,7 +93,9 @@ async def test_reader_that_overslept_its_lease_uses_nothing_that_it_read(piece, 
         rig.transport.faulty.resume()
         await served(client, prompt)
         await rig.settled()
-        assert rig.decode.stats()[2].failures == {error: 1}
+        ((error, times),) = rig.decode.stats()[2].failures.items()
+        assert error in errors
+        assert times == 1
         assert set(rig.prefill_workers[0].stats()[1].ended) == {ReleaseReason.EXPIRED}
 
 
