@@ -89,7 +89,9 @@ def checkout() -> Iterator[Path]:
 
 def failing(copy: Path, tests: Sequence[str]) -> list[str]:
     """Those of the tests that fail in a copy; raises `MutantError` if they do not run."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", *tests]
+    # Native tracebacks: CPython 3.11's parser, which pytest's own need, failed on a deep stack.
+    options = ("-q", "-rf", "-p", "no:cacheprovider", "--tb=native")
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     # The editable install names the checkout; no byte code, for a patch may keep a file's time.
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
