@@ -35,7 +35,13 @@ from kv_transfer.transport import (
 )
 from kv_transfer.transport_kinds import GPU_CAPABILITIES
 from kv_transfer.transports import wire
-from kv_transfer.transports.device import Device, DeviceMemory, block_content, device_memory
+from kv_transfer.transports.device import (
+    Device,
+    DeviceMemory,
+    block_content,
+    block_work,
+    device_memory,
+)
 from kv_transfer.transports.frame_socket import FrameSocket
 from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.local_socket import dial_local, listen_locally, refusal_of_stranger
@@ -132,7 +138,7 @@ class _HandleOutlet(BlockOutlet):
     name = "cuda_ipc"
 
     def __init__(self, memory: DeviceMemory, device: Device) -> None:
-        self.bytes_per_block = memory.bytes_per_block
+        self.work_bytes = block_work(memory)
         self._memory = memory
         self._device = device
         self._handle = device.share(memory)
@@ -179,7 +185,7 @@ class _MappedSource(BlockSource):
     async def fill(self, frames: FrameSocket, arrival: Arrival) -> None:
         self._copy(arrival.block.block_id, arrival.place)
         arrival.landed()
-        await frames.pace(self.memory.bytes_per_block)
+        await frames.pace(block_work(self.memory))
 
     async def close(self, failure: TransferError | None) -> None:
         self._arenas.leave(self._arena)

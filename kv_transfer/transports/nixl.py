@@ -172,7 +172,7 @@ class _AgentOutlet(BlockOutlet):
     def __init__(
         self, memory: BlockMemory, host: str, me: PeerInfo, options: Mapping[str, str]
     ) -> None:
-        self.bytes_per_block = memory.bytes_per_block
+        self.work_bytes = memory.bytes_per_block
         self._memory = memory
         self._host = host
         self._agent_name = f"{me.worker_id}:{me.incarnation}"

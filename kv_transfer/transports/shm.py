@@ -115,7 +115,7 @@ class _RegionOutlet(BlockOutlet):
     def __init__(self, memory: BlockMemory) -> None:
         if memory.region is None:
             raise ValueError("the blocks lie in no region that could be shared")
-        self.bytes_per_block = memory.bytes_per_block
+        self.work_bytes = memory.bytes_per_block
         self.descriptor = memory.region.descriptor
         self._memory = memory
 

@@ -53,8 +53,8 @@ class BlockOutlet(Protocol):
 
     name: str
     """The transport's."""
-    bytes_per_block: int
-    """Size of every block."""
+    work_bytes: int
+    """What giving a block takes, in bytes that are copied meanwhile; for most of them its size."""
     descriptor: int | None = None
     """Goes to every receiver with the welcome, where there is one."""
 

@@ -261,7 +261,7 @@ class _Connection:
                 await self._work.wait()
 
     def _next_batch(self) -> list[GrantedBlock]:
-        most = max(1, _BATCH_BYTES // self._outlet.bytes_per_block)
+        most = max(1, _BATCH_BYTES // self._outlet.work_bytes)
         return [self._requested.popleft() for _ in range(min(most, len(self._requested)))]
 
     async def _send_blocks(
@@ -277,7 +277,7 @@ class _Connection:
         self._is_mid_frame = True
         await self._frames.send(pieces, check)
         self._is_mid_frame = False
-        await self._frames.pace(len(batch) * self._outlet.bytes_per_block)  # digests take time too
+        await self._frames.pace(len(batch) * self._outlet.work_bytes)  # digests take time too
 
     async def _send(self, pieces: list[bytes | memoryview], descriptor: int | None = None) -> None:
         self._is_mid_frame = True

@@ -93,7 +93,7 @@ class _SocketOutlet(BlockOutlet):
     name = "tcp"
 
     def __init__(self, memory: BlockMemory, host: str, port: int) -> None:
-        self.bytes_per_block = memory.bytes_per_block
+        self.work_bytes = memory.bytes_per_block
         self._memory = memory
         self._host = host
         self._port = port

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kv_transfer.handoff import GrantedBlock, TransferKey
 from kv_transfer.transport import BlockMemory, CorruptTransferError
 from kv_transfer.transports import wire
-from kv_transfer.transports.device import block_content, block_tensor
+from kv_transfer.transports.device import block_content, block_tensor, block_work
 from kv_transfer.transports.mirrored_store import MirroredStore
 from kv_transfer.transports.pair_messages import Entry, Ready, Turn
 from kv_transfer.transports.pair_table import PairLimits, PairTable, Seat
@@ -36,7 +36,7 @@ class GroupOutlet(BlockOutlet):
         backend: GroupBackend,
     ) -> None:
         """For the blocks of `memory`; groups are made by `backend`, within `limits`."""
-        self.bytes_per_block = memory.bytes_per_block
+        self.work_bytes = block_work(memory)
         self._memory = memory
         self._host = host
         self._port = port

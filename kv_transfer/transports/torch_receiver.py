@@ -11,7 +11,7 @@ from kv_transfer.geometry import BlockId, LogicalBlock
 from kv_transfer.handoff import GrantedBlock, PeerInfo
 from kv_transfer.transfer_thread import run_beside
 from kv_transfer.transport import BlockMemory, CorruptTransferError, PeerLostError, TransferError
-from kv_transfer.transports.device import block_content, block_tensor
+from kv_transfer.transports.device import block_content, block_tensor, block_work
 from kv_transfer.transports.frame_socket import FrameSocket
 from kv_transfer.transports.mirrored_store import MirroredStore
 from kv_transfer.transports.pair_messages import Entry, Ready, Turn
@@ -88,7 +88,7 @@ class GroupSource(BlockSource):
         if self._receives is None:
             raise CorruptTransferError(f"logical block {logical} came outside a turn")
         await self._receives.wait_for(logical)
-        await frames.pace(self.memory.bytes_per_block)
+        await frames.pace(block_work(self.memory))
         if self._receives.is_complete:  # before who waits is told: a session that has all is closed
             await self._end_turn()
         arrival.landed()

@@ -17,7 +17,13 @@ from kv_transfer.geometry import BlockId
 from kv_transfer.transport import CorruptTransferError, LinkRefusedError
 from kv_transfer.transports import staged
 from kv_transfer.transports.cuda_device import CudaDevice
-from kv_transfer.transports.device import block_content, block_tensor, device_memory, fingerprint
+from kv_transfer.transports.device import (
+    block_content,
+    block_tensor,
+    block_work,
+    device_memory,
+    fingerprint,
+)
 from kv_transfer.transports.staged import StagedTransport
 from tests.fakes.block_memory import ByteMemory, peer_info
 from tests.fakes.device import DeviceBytes, SharedHostDevice
@@ -82,6 +88,15 @@ def test_a_block_is_its_bytes_on_the_host_and_a_fingerprint_on_a_device() -> Non
         assert block_tensor(pool, BlockId(1)).numpy().tobytes() == content
     with pytest.raises(ValueError, match="in host memory"):
         device_memory(memory)
+
+
+@pytest.mark.parametrize("size", [512, 1 << 20])
+def test_a_small_block_on_a_device_takes_longer_than_its_bytes(size: int) -> None:
+    """Or the transfer thread would make thousands of fingerprints without a look at its peers."""
+    memory = ByteMemory(1, size)
+
+    assert block_work(memory) == size
+    assert block_work(DeviceBytes(memory)) == max(size, 128 * 1024)
 
 
 async def test_a_peers_arena_is_mapped_once_for_all_transfers() -> None:
