@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kv_transfer.handoff import PeerInfo
-from kv_transfer.transport import Gpus, LinkRefusedError, MemoryKind, Transport
+from kv_transfer.transport import Capabilities, Gpus, LinkRefusedError, MemoryKind, Transport
 
 __all__ = ["Choice", "LinkReason", "Offer", "check_memory", "choose"]
 
@@ -53,12 +53,17 @@ class Offer:
     @classmethod
     def of(cls, transport: Transport) -> Offer:
         """One that works."""
-        abilities = transport.capabilities
+        return cls.by(transport.name, transport.capabilities)
+
+    @classmethod
+    def by(cls, name: str, abilities: Capabilities, *, is_broken: bool = False) -> Offer:
+        """A transport of this name that can, or could, do this."""
         return cls(
-            name=transport.name,
+            name=name,
             cross_host=abilities.cross_host,
             memory_kinds=abilities.memory_kinds,
             gpus=abilities.gpus,
+            is_broken=is_broken,
         )
 
 

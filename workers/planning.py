@@ -160,12 +160,7 @@ def plan(
     workers = tuple(sizer.worker(pool) for pool in pools)
     checks = [
         check_runner(facts.architecture.model_type, runner),
-        *(
-            check_device(
-                each, [pool.engine.gpu_share for pool in pools for _ in range(pool.replicas)]
-            )
-            for each in ([] if gpus is None else [gpus])
-        ),
+        *_device_checks(gpus, pools),
         check_window(window=window, context_length=facts.context_length),
         # What was asked for counts, not the whole blocks that it was rounded up to: 8191 tokens are
         # below a window of 8192 even if the last block has room for one more.
@@ -191,6 +186,13 @@ def plan(
     return DeploymentPlan(
         layout=layout, window=window, runner=runner, workers=workers, checks=tuple(checks)
     )
+
+
+def _device_checks(gpus: GpuOutlook | None, pools: Sequence[_Pool]) -> list[Check]:
+    if gpus is None:
+        return []
+    shares = [pool.engine.gpu_share for pool in pools for _ in range(pool.replicas)]
+    return [check_device(gpus, shares)]
 
 
 def kv_layout(facts: ModelFacts, *, block_size: int, max_model_len: int) -> KVLayout:

@@ -81,13 +81,7 @@ def _every(
             usable.append(_nixl(settings, security, rdma))
         except WorkerError as error:
             logger.warning("not used, blocks go over tcp between hosts error=%s", error)
-            broken.append(
-                Offer(
-                    name=NixlTransport.name,
-                    cross_host=NixlTransport.capabilities.cross_host,
-                    is_broken=True,
-                )
-            )
+            broken.append(Offer.by(NixlTransport.name, NixlTransport.capabilities, is_broken=True))
     usable.append(TcpTransport(security=security, host=settings.host))
     return TransportSet(usable=tuple(usable), broken=tuple(broken))
 
@@ -119,13 +113,8 @@ def _every_between_gpus(
         return TransportSet(usable=(ipc, _nccl(settings, security), tcp))
     except WorkerError as error:
         logger.warning("not used, blocks go over tcp between GPUs error=%s", error)
-        nccl = GPU_CAPABILITIES[TorchTransport.name]
-        broken = Offer(
-            name=TorchTransport.name,
-            cross_host=nccl.cross_host,
-            memory_kinds=nccl.memory_kinds,
-            is_broken=True,
-        )
+        name = TorchTransport.name
+        broken = Offer.by(name, GPU_CAPABILITIES[name], is_broken=True)
         return TransportSet(usable=(ipc, tcp), broken=(broken,))
 
 

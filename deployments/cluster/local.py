@@ -104,7 +104,6 @@ class LocalCluster:
         self._ray_node: Any = None
         self._client: Any = None
         self._instance: Instance | None = None
-        self._http_options: dict[str, Any] = {}
 
     @property
     def url(self) -> str:
@@ -201,21 +200,11 @@ class LocalCluster:
         # as in start: imports ray
         parse = importlib.import_module("deployments.cluster.serve_config").parse_serve_config
         schema = parse(config)
-        self._check_http_options(config.get("http_options") or {})
+        if config.get("http_options"):
+            raise ServeConfigError("http_options are this cluster's own: give it host and port")
         if self._client is None:
             self._client = self._ray_node.start_serve(schema, port=self._port)
-            self._http_options = dict(config.get("http_options") or {})
         return schema
-
-    def _check_http_options(self, options: Mapping[str, Any]) -> None:
-        """Serve takes its HTTP options once, and address and port are this cluster's."""
-        for key, ours in (("host", self._host), ("port", self._port)):
-            if options.get(key, ours) != ours:
-                raise ServeConfigError(
-                    f"http_options.{key} is {options[key]} but this cluster serves on {ours}"
-                )
-        if self._client is not None and dict(options) != self._http_options:
-            raise ServeConfigError("http_options cannot change while the cluster runs")
 
     def _wait_until_running(self, names: set[str], deadline: float) -> None:
         while True:

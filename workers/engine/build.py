@@ -51,10 +51,9 @@ def build_runner(
     `model` is a directory, or loaded already, and then is the runner's from here on: its head is
     replaced by a faster one, and `make_forward` says how it is run. It computes in the layout's
     dtype on `device`, as the pool does, which lies there, or in `region` if one is given, for other
-    processes to read. The check covers
-    max_model_len tokens, by default all that the model can. Sets the process's number of compute
-    threads. Raises `UnsupportedModelError` if the model's architecture cannot be run this way,
-    `ModelError` if it cannot be loaded.
+    processes to read. The check covers max_model_len tokens, by default all that the model can.
+    Sets the process's number of compute threads. Raises `UnsupportedModelError` if the model's
+    architecture cannot be run this way, `ModelError` if it cannot be loaded.
     """
     torch.set_num_threads(threads)
     if isinstance(model, Path):
