@@ -126,14 +126,14 @@ def ask_all_replicas(
         if not handle.is_initialized:  # Serve keeps one for each deployment
             # In throughput mode it would live on this loop, and outlive it.
             handle._init(_run_router_in_separate_loop=True)
-        with _quiet("ray.serve"):
-            answers = handle.broadcast(method, *arguments)
+        answers = handle.broadcast(method, *arguments)
         results: list[Any] = await answers.results_async(
             timeout_s=timeout_s, return_exceptions=True
         )
         return results
 
-    return asyncio.run(ask())
+    with _quiet("ray.serve"):
+        return asyncio.run(ask())
 
 
 def serve_status() -> Any:

@@ -48,9 +48,7 @@ class PrefillRank:
         self.owner.ended.clear()
         self.table = table
 
-    async def offer(
-        self, readers: Sequence[DecodeRank], num_tokens: int, first_token: int = 0
-    ) -> None:
+    async def offer(self, readers: Sequence[DecodeRank], first_token: int = 0) -> None:
         """Open a transfer to each of these ranks, and grant nothing yet."""
         pairs = [(asdict(reader.key(self)), asdict(reader.me)) for reader in readers]
         first_block = first_token // self.info.block_size

@@ -67,7 +67,7 @@ async def offer_and_grant(prefill: list[PrefillRank], decode: list[DecodeRank]) 
     """All of the sequence, in two grants, to each rank of decode that has heads of the owner's."""
     for rank in prefill:
         readers = [reader for reader in decode if rank in reader.owners(prefill)]
-        await rank.offer(readers, NUM_TOKENS, FIRST_TOKEN_MISSING)
+        await rank.offer(readers, FIRST_TOKEN_MISSING)
         for part in (slice(0, 2), slice(2, None)):
             for reader in readers:
                 await rank.grant(reader, NUM_TOKENS, part, FIRST_TOKEN_MISSING)
@@ -152,7 +152,7 @@ async def test_one_owner_killed_in_the_middle_ends_all_and_nothing_counts(kind):
     ):
         prefill = await become(ranks, 2, OWN_SIZE)
         for rank in prefill:
-            await rank.offer([reader], NUM_TOKENS)
+            await rank.offer([reader])
             await rank.grant(reader, NUM_TOKENS, slice(0, 2))
         table = table_of(100, OWN_SIZE)
         transfer = reader.incoming(prefill, table, NUM_TOKENS)
