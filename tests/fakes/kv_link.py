@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kv_transfer.geometry import BlockId
 from kv_transfer.handoff import (
@@ -32,6 +32,11 @@ POISON = 0xEE
 """What the destination holds before anything lands."""
 
 
+def places_of(number: int) -> list[BlockId]:
+    """The destination blocks of one of many transfers, its own."""
+    return [BlockId(number * len(PLACES) + i) for i in range(len(PLACES))]
+
+
 @dataclass
 class KVLink:
     """Both ends, their pools, and what the sender reported."""
@@ -53,6 +58,10 @@ class KVLink:
     def address(self) -> str:
         """Where the first transport's server listens."""
         return self.peer.endpoints[0][1]
+
+    def reach_at(self, transport: str, address: str) -> None:
+        """Reach the owner at another address, and over this transport only."""
+        self.peer = replace(self.peer, endpoints=((transport, address),))
 
     def blocks(self) -> tuple[GrantedBlock, ...]:
         """The prompt's blocks with their generations of now."""

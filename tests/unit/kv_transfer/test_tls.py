@@ -20,11 +20,10 @@ from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.tls import TlsContexts
 from tests.fakes.certificates import Authority, CertificateFiles
 from tests.fakes.clock import FakeClock
-from tests.fakes.kv_link import FIRST, kv_link
+from tests.fakes.kv_link import FIRST, kv_link, places_of
 from tests.fakes.stream_kinds import QUICK, SECRET, TCP, tcp_transport
 from tests.fakes.stream_proxy import Damage, stream_proxy
 from tests.fakes.until import until
-from tests.unit.kv_transfer.test_stream_transports import places_of, via
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +58,7 @@ async def relay(link, between: TlsContexts | None):
     seen = bytearray()
     host, port = link.address.split(":")
     listener, address = TCP.listen()
-    via(link, TCP, address)
+    link.reach_at(TCP.name, address)
 
     async def pump(source, sink):
         try:
@@ -168,7 +167,7 @@ async def test_a_server_that_closes_during_tls_is_a_lost_peer(decode):
             writer.close()
 
         async with await asyncio.start_server(close, sock=listener):
-            via(link, TCP, address)
+            link.reach_at(TCP.name, address)
             with pytest.raises(PeerLostError):
                 await link.incoming(link.offer()).pull()
 
@@ -196,7 +195,7 @@ async def test_one_damaged_byte_fails_the_transfer(damage, prefill, decode):
         ) as link,
         stream_proxy(TCP, link.address, damage, []) as (address, proxy),
     ):
-        via(link, TCP, address)
+        link.reach_at(TCP.name, address)
         await link.incoming(link.offer()).pull()
         await until(lambda: proxy.answered > 0)
     # Signatures differ by some bytes from one connection to the next.
@@ -206,7 +205,7 @@ async def test_one_damaged_byte_fails_the_transfer(damage, prefill, decode):
         serving, receiving=receiving, clock=clock, block_bytes=32, num_blocks=6 * len(offsets)
     ) as link:
         async with stream_proxy(TCP, link.address, damage, offsets) as (address, _):
-            via(link, TCP, address)
+            link.reach_at(TCP.name, address)
             transfers = [
                 link.incoming(link.offer(f"{i}"), places_of(i), deadline_s=5.0)
                 for i in range(len(offsets))
