@@ -20,6 +20,7 @@ from deployments.handles import PrefillPool
 from deployments.metrics import WorkerSnapshot, loop_sample, sample
 from deployments.process import at_own_address, deployment_secret, prepare_engine_process
 from deployments.worker_metrics import decode_samples
+from workers.host import available_cores
 
 _LAST_WORDS_S = 1.0
 """From the end of the last request to that of the process; Serve kills it when its time is up."""
@@ -31,7 +32,7 @@ class Decode:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, settings: Settings, prefill: DeploymentHandle | None = None
     ) -> None:
-        prepare_engine_process()
+        prepare_engine_process(settings, cores=available_cores())
         # Imported here: torch takes seconds, and who builds the application does without.
         from workers.assembly import build_decode_worker
 

@@ -12,6 +12,7 @@ from configs.schema import Settings
 from deployments.metrics import WorkerSnapshot, loop_sample
 from deployments.process import at_own_address, deployment_secret, prepare_engine_process
 from deployments.worker_metrics import prefill_samples
+from workers.host import available_cores
 from workers.messages import PrefillEvent, PrefillRequest
 
 
@@ -19,7 +20,7 @@ class Prefill:
     """One replica = one prefill worker."""
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
-        prepare_engine_process()
+        prepare_engine_process(settings, cores=available_cores())
         # Imported here: torch takes seconds, and who builds the application does without.
         from workers.assembly import build_prefill_worker
 

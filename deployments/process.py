@@ -11,6 +11,7 @@ from types import MappingProxyType
 from configs.schema import Settings
 from deployments.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, SecretError, read_secret
 from kv_transfer.authentication import Secret
+from workers.planning import total_threads
 
 _OUR_PACKAGES = ("deployments", "workers", "kv_transfer", "router")
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -18,6 +19,14 @@ _OWN_ADDRESSES: Mapping[str, str] = MappingProxyType(
     {"transfer": "BATON_TRANSFER__HOST", "channel": "BATON_CHANNEL__HOST"}
 )
 """Groups of settings whose host differs from pod to pod, and where a pod's environment has it."""
+_WAITING = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"})
+"""What says how OpenMP's threads wait; a user who sets either has decided."""
+_SPIN_BRIEFLY: Mapping[str, str] = MappingProxyType({"GOMP_SPINCOUNT": "5000"})
+"""A forward pass has hundreds of parallel parts a few microseconds apart: a thread that sleeps
+between them wakes too late (a step of one token took 1.8 times as long). This is some tenths of a
+millisecond, enough for the way from one part to the next, and little where the core is wanted."""
+_SLEEP_AT_ONCE: Mapping[str, str] = MappingProxyType({"OMP_WAIT_POLICY": "PASSIVE"})
+"""Threads that spin on cores that others need slow all of them down many times."""
 _SWITCH_INTERVAL_S = 0.0005
 """The step thread and the event loop share the interpreter lock: with Python's 5 ms, a token would
 wait that long for the loop whenever the step is between two operators."""
@@ -35,13 +44,17 @@ def log_to_stderr() -> None:
         package_logger.propagate = False
 
 
-def prepare_engine_process(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Log, let threads wait without spinning, and let the event loop run beside a step.
+def prepare_engine_process(
+    settings: Settings, *, cores: int, environ: MutableMapping[str, str] = os.environ
+) -> None:
+    """Log, say how compute threads wait for each other, and let the event loop run beside a step.
 
-    Call it before the first import of torch, whose OpenMP reads its settings once. Spinning threads
-    of two engines on the same cores slow both down many times.
+    Call it before the first import of torch, whose OpenMP reads its settings once. `cores` are
+    those of the host, or the container.
     """
-    environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not _WAITING & environ.keys():
+        fit = total_threads(settings, cores=cores) <= cores
+        environ.update(_SPIN_BRIEFLY if fit else _SLEEP_AT_ONCE)
     log_to_stderr()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 

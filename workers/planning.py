@@ -155,8 +155,7 @@ def plan(
     runner = choose_runner(facts.architecture, window=window)
     layout = kv_layout(facts, block_size=settings.kv.block_size, max_model_len=window)
     pools = _pools(settings)
-    num_workers = sum(pool.replicas for pool in pools)
-    sizer = _Sizer(layout=layout, window=window, threads=max(1, cores // num_workers))
+    sizer = _Sizer(layout=layout, window=window, threads=_threads_each(pools, cores))
     workers = tuple(sizer.worker(pool) for pool in pools)
     checks = [
         check_runner(facts.architecture.model_type, runner),
@@ -181,7 +180,7 @@ def plan(
             )
         ),
         _memory_check(workers, facts.weight_bytes, available_bytes),
-        check_cores(threads=sum(each.replicas * each.threads for each in workers), cores=cores),
+        check_cores(threads=total_threads(settings, cores=cores), cores=cores),
     ]
     return DeploymentPlan(
         layout=layout, window=window, runner=runner, workers=workers, checks=tuple(checks)
@@ -220,6 +219,18 @@ class _Pool:
     role: Role
     replicas: int
     engine: EngineSettings
+
+
+def total_threads(settings: Settings, *, cores: int) -> int:
+    """Threads of all workers' forward passes, on the one host with `cores` that they share."""
+    pools = _pools(settings)
+    each = _threads_each(pools, cores)
+    return sum(pool.replicas * (pool.engine.threads or each) for pool in pools)
+
+
+def _threads_each(pools: Sequence[_Pool], cores: int) -> int:
+    """Of a worker whose settings name none."""
+    return max(1, cores // sum(pool.replicas for pool in pools))
 
 
 def _pools(settings: Settings) -> list[_Pool]:

@@ -42,6 +42,7 @@ from tests.tools.tiny_model import make_tiny_model
 from workers.assembly import build_decode_worker
 from workers.decode import DecodeWorker
 from workers.engine.sampling_params import SamplingParams
+from workers.host import available_cores
 from workers.messages import GenerateRequest, TokenFrame
 
 TURN = 8
@@ -217,9 +218,9 @@ def _timing(started: float, times: list[float], cpu_s: float) -> Timing:
 
 async def measure_added(model: str, rounds: int, prompt_tokens: int, output_tokens: int) -> None:
     """Engine and server in turns of some requests; prints medians and their difference."""
-    prepare_engine_process()
     overrides = (*OVERRIDES, f"model.source={model}", "model.name=smollm2-135m")
     settings = load("colocated", environ=os.environ, overrides=overrides)
+    prepare_engine_process(settings, cores=available_cores())
     worker = build_decode_worker(
         settings, worker_id="bench", environ=os.environ, prefill=None, secret=Secret.fresh()
     )

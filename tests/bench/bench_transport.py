@@ -75,7 +75,7 @@ def serve_plain(listener: socket.socket, memory: ByteMemory) -> None:
 
 
 async def serve(size_kib: int) -> None:
-    """The owner's process: one transfer per line on standard input, `id count`."""
+    """The owner's process: one transfer per line on standard input, `id reader count`."""
     memory = ByteMemory(geometry(size_kib)[1], geometry(size_kib)[0], shared=True)
     memory.fill(1)
     sender = KVSender(
@@ -91,9 +91,10 @@ async def serve(size_kib: int) -> None:
     told = {"endpoints": peer.endpoints, "port": listener.getsockname()[1]}
     print(json.dumps(told), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        transfer_id, count = line.split()
-        key = transfer_key(transfer_id)
-        sender.open(key, info("d", size_kib))
+        transfer_id, reader, count = line.split()
+        me = info(reader, size_kib)
+        key = transfer_key(transfer_id, decode=me.incarnation)
+        sender.open(key, me)
         blocks = [
             GrantedBlock(logical=LogicalBlock(i), block_id=BlockId(i), generation=0, valid_tokens=1)
             for i in range(int(count))
@@ -122,14 +123,14 @@ class Peer:
         self.plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.opened = 0
 
-    def open(self, count: int) -> TransferKey:
+    def open(self, reader: PeerInfo, count: int) -> TransferKey:
         """Have the first `count` blocks granted."""
         self.opened += 1
         assert self.process.stdin is not None
-        self.process.stdin.write(f"t{self.opened} {count}\n")
+        self.process.stdin.write(f"t{self.opened} {reader.worker_id} {count}\n")
         self.process.stdin.flush()
         self._line()
-        return transfer_key(f"t{self.opened}")
+        return transfer_key(f"t{self.opened}", decode=reader.incarnation)
 
     def close(self) -> None:
         """End the process."""
@@ -155,25 +156,6 @@ def plain_copy(peer: Peer, memory: ByteMemory, count: int) -> float:
     return time.perf_counter() - started
 
 
-async def session_fetches(
-    transport: Transport, peer: Peer, memory: ByteMemory, count: int, each: int
-) -> list[float]:
-    """Seconds per fetch of `each` blocks, on one session whose grant covers `count`."""
-    key = peer.open(count)
-    session = await transport.connect(memory, peer.info, key, info("d", peer.size_kib))
-    (blocks,) = [grant.blocks async for grant in session.grants()]
-    places = {block.logical: block.block_id for block in blocks}
-    seconds = []
-    for start in range(0, count, each):
-        started = time.perf_counter()
-        async for _ in session.fetch(blocks[start : start + each], places):
-            pass
-        seconds.append(time.perf_counter() - started)
-    await session.release()
-    await session.close()
-    return seconds
-
-
 def summary(seconds: list[float], unit: Callable[[float], float]) -> str:
     """Median with its spread."""
     values = sorted(unit(s) for s in seconds)
@@ -194,19 +176,39 @@ class Measurement:
     def __init__(self, make: Callable[[], Transport], memory: ByteMemory, size_kib: int) -> None:
         self.transport = make()
         self.memory = memory
-        # What a transport keeps of its peers belongs to one thread: the receiver has its own.
-        self.receiver = KVReceiver(memory=memory, me=info("d", size_kib), transports=[make()])
+        self.me, receiver = info("d", size_kib), info("r", size_kib)
+        # What a transport keeps of its peers belongs to one thread and one worker: so the receiver
+        # has its own, and is another.
+        self.receiver = KVReceiver(memory=memory, me=receiver, transports=[make()])
+        self.receiver_info = receiver
         self.fetch: list[float] = []
         self.whole: list[float] = []
         self.one: list[float] = []
 
     async def round(self, peer: Peer, count: int) -> None:
         """One transfer on a session of its own, one whole hand-off, and some single blocks."""
-        self.fetch += await session_fetches(self.transport, peer, self.memory, count, count)
+        self.fetch += await self._fetches(peer, count, count)
         places = [BlockId(i) for i in range(count)]
-        transfer = self.receiver.transfer(peer.info, peer.open(count), places, count, 60.0)
+        key = peer.open(self.receiver_info, count)
+        transfer = self.receiver.transfer(peer.info, key, places, count, 60.0)
         self.whole.append((await transfer.pull()).fetch_s)
-        self.one += await session_fetches(self.transport, peer, self.memory, 20, 1)
+        self.one += await self._fetches(peer, 20, 1)
+
+    async def _fetches(self, peer: Peer, count: int, each: int) -> list[float]:
+        """Seconds per fetch of `each` blocks, on one session whose grant covers `count`."""
+        key = peer.open(self.me, count)
+        session = await self.transport.connect(self.memory, peer.info, key, self.me)
+        (blocks,) = [grant.blocks async for grant in session.grants()]
+        places = {block.logical: block.block_id for block in blocks}
+        seconds = []
+        for start in range(0, count, each):
+            started = time.perf_counter()
+            async for _ in session.fetch(blocks[start : start + each], places):
+                pass
+            seconds.append(time.perf_counter() - started)
+        await session.release()
+        await session.close()
+        return seconds
 
 
 async def measure(size_kib: int, rounds: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 
+from kv_transfer.transport_kinds import CAPABILITIES
 from kv_transfer.transports.nixl_agent import has_nixl
 from tests.tools.baton_server import MODEL
 from tests.tools.tiny_model import make_tiny_model
@@ -45,6 +46,7 @@ def model_for(kind: str, directory: Path) -> str:
 
 
 def runnable(transports: Sequence[str]) -> list[str]:
-    """Those that are one transport each, and are installed."""
+    """Those that are one transport each, move blocks of host memory, and are installed."""
     left_out = {"auto"} if has_nixl() else {"auto", "nixl"}
-    return [transport for transport in transports if transport not in left_out]
+    named = [transport for transport in transports if transport not in left_out]
+    return [transport for transport in named if "host" in CAPABILITIES[transport].memory_kinds]

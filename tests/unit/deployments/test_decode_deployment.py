@@ -49,7 +49,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     )
     monkeypatch.setattr(workers.assembly, "build_decode_worker", build)
     monkeypatch.setattr(deployments.decode.serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(deployments.decode, "prepare_engine_process", lambda: None)
+    monkeypatch.setattr(deployments.decode, "prepare_engine_process", lambda *_, **__: None)
     monkeypatch.setenv("BATON_SECRET", "0123456789abcdef" * 2)
     return settings_seen
 

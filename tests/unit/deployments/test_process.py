@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 import deployments.process
+from configs.load import load
 from configs.schema import Settings
 from deployments.process import at_own_address, deployment_secret, prepare_engine_process
 from deployments.secret import SecretError
@@ -26,13 +27,24 @@ def test_where_the_environment_names_none_the_settings_hold():
     assert at_own_address(Settings(), {"BATON_CHANNEL__HOST": ""}) == Settings()
 
 
-@pytest.mark.parametrize("asked", ["", "ACTIVE"])
-def test_threads_of_an_engine_wait_without_spinning_unless_told_to(monkeypatch, asked):
+@pytest.mark.parametrize(
+    ("environ", "cores", "expected"),
+    [
+        ({}, 8, {"GOMP_SPINCOUNT": "5000"}),
+        ({}, 2, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, 2, {"OMP_WAIT_POLICY": "ACTIVE"}),
+        ({"GOMP_SPINCOUNT": "7"}, 8, {"GOMP_SPINCOUNT": "7"}),
+    ],
+    ids=["they fit", "they do not", "told to spin", "told for how long"],
+)
+def test_compute_threads_spin_only_where_all_workers_have_their_cores(
+    monkeypatch, environ, cores, expected
+):
     monkeypatch.setattr(deployments.process, "log_to_stderr", lambda: None)
     monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
-    environ = {"OMP_WAIT_POLICY": asked} if asked else {}
-    prepare_engine_process(environ)
-    assert environ == {"OMP_WAIT_POLICY": asked or "PASSIVE"}
+    settings = load("local", environ={}, overrides=["prefill.engine.threads=3"])
+    prepare_engine_process(settings, cores=cores, environ=environ)
+    assert environ == expected
 
 
 def test_a_secret_is_needed_and_its_absence_says_what_to_do():
