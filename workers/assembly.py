@@ -30,6 +30,7 @@ from workers.engine.block_pool import BlockPool
 from workers.engine.build import build_runner
 from workers.engine.kv_cache import KVCache
 from workers.engine.loop import Engine
+from workers.engine.passing_thread import in_passing_thread
 from workers.engine.prefix_cache import PrefixScope
 from workers.engine.scheduler import Scheduler
 from workers.engine.scheduler_config import SchedulerConfig
@@ -175,15 +176,17 @@ def _build_engine(
     region: SharedRegion | None,
     gap_target_s: float | None = None,
 ) -> tuple[Engine, KVCache]:
-    runner, memory = build_runner(
-        site.model_path,
-        info=site.info,
-        layout=site.plan.layout,
-        num_blocks=worker.num_blocks,
-        max_model_len=site.plan.window,
-        threads=worker.threads,
-        device=settings.model.device,
-        region=region,
+    runner, memory = in_passing_thread(
+        lambda: build_runner(
+            site.model_path,
+            info=site.info,
+            layout=site.plan.layout,
+            num_blocks=worker.num_blocks,
+            max_model_len=site.plan.window,
+            threads=worker.threads,
+            device=settings.model.device,
+            region=region,
+        )
     )
     pool = BlockPool(
         num_blocks=worker.num_blocks,

@@ -297,7 +297,7 @@ class _AgentSource(BlockSource):
         try:
             await self._link.settle(tuple(self._under_way), _PATIENCE_S)
         finally:
-            self._links.leave(self._link)
+            self._links.leave(self._link, peer_is_lost=isinstance(failure, PeerLostError))
 
     def _bytes_announced(self) -> int:
         return len(self._announced) * self.memory.bytes_per_block

@@ -197,12 +197,12 @@ class NixlLinks:
         self._end_older(link)
         return link
 
-    def leave(self, link: NixlLink) -> None:
-        """A session has ended."""
+    def leave(self, link: NixlLink, *, peer_is_lost: bool) -> None:
+        """A session has ended; the last one of a peer that it has lost leaves no agent for it."""
         link.sessions -= 1
         if link.sessions:
             return
-        if link.is_broken or link not in self._kept():
+        if peer_is_lost or link.is_broken or link not in self._kept():
             self._end(link, "not to be used again")
             return
         self._expire_later(link)

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from tests.fakes.model_runner import generate
-from tests.fakes.stream_kinds import STREAM_KINDS
+from tests.fakes.stream_kinds import NIXL, STREAM_KINDS, kind_parameters
 from tests.fakes.until import until
 from tests.fakes.worker_rig import Client, RigConfig, generate_request, worker_rig
 from workers.engine.sampling_params import SamplingParams
@@ -18,7 +18,7 @@ NUM_REQUESTS = 32
 POOLS = [(2, 2), (2, 1), (1, 2), (3, 2)]
 
 
-@pytest.fixture(params=STREAM_KINDS, ids=lambda kind: kind.name)
+@pytest.fixture(params=kind_parameters((*STREAM_KINDS, NIXL)))
 def kind(request):
     return request.param
 

@@ -34,7 +34,7 @@ from tests.fakes.kv_processes import (
     reader_process,
     shuffled_handoff,
 )
-from tests.fakes.stream_kinds import SHM, STREAM_KINDS, StreamKind
+from tests.fakes.stream_kinds import NIXL, SHM, STREAM_KINDS, StreamKind, kind_parameters
 from tests.fakes.stream_proxy import Damage, stream_proxy
 from tests.fakes.until import until
 
@@ -46,6 +46,7 @@ LOCATED = wire.MAGIC + bytes([wire.WIRE_VERSION, FrameType.LOCATED])
 IN_A_BLOCK_OF_MANY: dict[str, Callable[[int], int | bytes]] = {
     "tcp": lambda size: 2 * size + 5000,
     "shm": lambda _: 20 * wire.HEADER_BYTES + 1000,
+    "nixl": lambda _: LOCATED,  # its directions come first, as long as UCX makes them
     "torch": lambda _: LOCATED,  # there is no telling how much is said until its group is made
 }
 """Where to damage what an owner sends, given the size of a block."""
@@ -53,7 +54,7 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 BLOCKS = list(range(8))
 
 
-@pytest.fixture(params=STREAM_KINDS, ids=lambda kind: kind.name)
+@pytest.fixture(params=kind_parameters((*STREAM_KINDS, NIXL)))
 def kind(request):
     return request.param
 

@@ -56,9 +56,9 @@ def url(script: ApiScript) -> Iterator[str]:
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str | None]:
-    """An empty cache, and none of the developer's own settings."""
+    """An empty cache, none of the developer's own settings, and a dtype that is no host's choice."""
     own = {name: None for name in os.environ if name.startswith("BATON_")}
-    return {**own, "BATON_CACHE": str(tmp_path / "cache")}
+    return {**own, "BATON_CACHE": str(tmp_path / "cache"), "BATON_MODEL__DTYPE": "fp32"}
 
 
 @pytest.fixture

@@ -238,16 +238,31 @@ async def test_a_link_is_shared_kept_for_a_while_and_then_ended():
     remote = remote_pool(owner.metadata())
     both = await asyncio.gather(*(links.enter(ME, PEER, remote, memory) for _ in range(2)))
     assert both[0] is both[1]
-    links.leave(both[0])
-    links.leave(both[1])
+    links.leave(both[0], peer_is_lost=False)
+    links.leave(both[1], peer_is_lost=False)
     assert await links.enter(ME, PEER, remote, memory) is both[0]
-    links.leave(both[0])
+    links.leave(both[0], peer_is_lost=False)
     await until(lambda: both[0].is_ended)
     another = await links.enter(ME, PEER, remote, memory)
     assert another is not both[0]
-    links.leave(another)
+    links.leave(another, peer_is_lost=False)
     await links.close()
     assert another.is_ended
+    owner.close()
+
+
+@needs_nixl
+async def test_the_last_session_that_has_lost_its_peer_leaves_no_agent_for_it():
+    owner, memory = NixlAgent("owner", ByteMemory(4, 512), LOOPBACK), ByteMemory(2, 512)
+    links = NixlLinks(LOOPBACK, stall_s=1.0, keep_s=60.0)
+    remote = remote_pool(owner.metadata())
+    link, same = [await links.enter(ME, PEER, remote, memory) for _ in range(2)]
+    links.leave(link, peer_is_lost=True)
+    assert not same.is_ended
+    links.leave(same, peer_is_lost=True)
+    assert same.is_ended
+    assert await links.enter(ME, PEER, remote, memory) is not same
+    await links.close()
     owner.close()
 
 
@@ -257,12 +272,12 @@ async def test_a_worker_that_came_back_has_a_link_of_its_own():
     links = NixlLinks(LOOPBACK, stall_s=1.0, keep_s=60.0)
     remote = remote_pool(owner.metadata())
     unused = await links.enter(ME, PEER, remote, memory)
-    links.leave(unused)
+    links.leave(unused, peer_is_lost=False)
     restarted = peer_info("prefill-0", "p-2", bytes_per_block=512)
     link = await links.enter(ME, restarted, remote, memory)
     assert unused.is_ended
     assert not link.is_ended
-    links.leave(link)
+    links.leave(link, peer_is_lost=False)
     await links.close()
     owner.close()
 
