@@ -56,7 +56,7 @@ def url(script: ApiScript) -> Iterator[str]:
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str | None]:
-    """An empty cache, none of the developer's own settings, and a dtype that is no host's choice."""
+    """An empty cache, none of the developer's own settings, a dtype that no host chooses."""
     own = {name: None for name in os.environ if name.startswith("BATON_")}
     return {**own, "BATON_CACHE": str(tmp_path / "cache"), "BATON_MODEL__DTYPE": "fp32"}
 
