@@ -8,6 +8,7 @@ as long as the test run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import multiprocessing
@@ -94,8 +95,9 @@ class LineProcess:
 
     async def close(self) -> None:
         """Let it end; it may be stopped or dead."""
-        if self.is_running:
-            self.signal(signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # it ends at this moment
+            if self.is_running:
+                self.signal(signal.SIGCONT)
         self._writer.write_eof()
         await self.wait()
         await self._listening
@@ -112,7 +114,9 @@ class LineProcess:
             while line := await self._reader.readline():
                 message = json.loads(line)
                 if "id" in message:
-                    self._answers[message.pop("id")].set_result(message)
+                    answer = self._answers[message.pop("id")]
+                    if not answer.done():  # nobody waits for it any more
+                        answer.set_result(message)
                 else:
                     self.report(message)
         except ConnectionError:  # it was killed, and had not read all that it was told
