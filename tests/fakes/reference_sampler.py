@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from workers.engine.sampler import uniforms
+from workers.engine.noise import draw_keys, log_arrivals
 from workers.engine.sampling_params import SamplingParams
 
 FloatArray = npt.NDArray[np.float64]
@@ -64,13 +65,12 @@ def reference_draw(
     prompt: Sequence[int] = (),
     output: Sequence[int] = (),
 ) -> int:
-    """Invert the distribution of the kept tokens, likeliest first, lower ids first among equals."""
+    """The kept token with the largest log-probability - log of its arrival; of equals the first."""
     probabilities = distribution(logits, params, prompt, output)
-    order = np.lexsort((np.arange(len(logits)), -adjusted(logits, params, prompt, output)))
-    order = order[probabilities[order] > 0]
-    (uniform,) = uniforms([params.seed], [position])
-    cumulative = probabilities[order].cumsum()
-    return int(order[min(np.searchsorted(cumulative, uniform, side="right"), len(order) - 1)])
+    (key,) = draw_keys([params.seed], [position])
+    arrivals = log_arrivals(key, torch.arange(len(logits), dtype=torch.int32)).double().numpy()
+    with np.errstate(divide="ignore"):
+        return int(np.argmax(np.log(probabilities) - arrivals))
 
 
 def chi_square_excess(drawn: Sequence[int], probabilities: FloatArray) -> float:

@@ -19,7 +19,7 @@ VOCABULARY = 101
 LIKELIEST = 11
 PROMPT = (0, 3, 3, 5, 8, 13, 21, 34)
 OUTPUT = (5, 8, 8, 8, LIKELIEST, 40, 2, 2)
-NUM_DRAWS = 6000
+NUM_DRAWS = 20_000
 LIMIT = 3
 """Standard deviations: right draws stay below, those of a temperature wrong by 5 % lie above."""
 
