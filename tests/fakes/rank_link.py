@@ -59,12 +59,14 @@ class RankLink:
         return key_of(owner.info, self.me, f"of {owner.info.worker_id}")
 
     def grant(self, owner: OwnerRank) -> None:
-        """All of the sequence, in two grants; rank r says the token 40 + r."""
+        """All of the sequence, in two grants; rank r says the token 40 + r.
+
+        A reader that dies of the first one has ended the transfer before the second.
+        """
         key = self.key(owner)
         blocks = blocks_of(owner.info, TABLE, NUM_TOKENS)
         assert owner.sender.grant(key, blocks[:2], None)
-        first = FirstToken(token_id=40 + owner.info.tp_rank)
-        assert owner.sender.grant(key, blocks[2:], first)
+        owner.sender.grant(key, blocks[2:], FirstToken(token_id=40 + owner.info.tp_rank))
 
     def incoming(self, granting: Sequence[OwnerRank] | None = None) -> IncomingTransfer:
         """All of it from all owners; those that are not granting have only opened a transfer."""

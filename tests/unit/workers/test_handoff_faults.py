@@ -73,8 +73,8 @@ def forget(side: Side) -> None:
     ("piece", "errors"),
     [
         (0, {"LeaseLostError"}),
-        (3, {"LeaseLostError"}),
-        (6, {"InvalidTransferError", "LeaseLostError"}),  # a race of the verdict and the renewal
+        (3, {"InvalidTransferError", "LeaseLostError"}),  # a race of the verdict and the renewal
+        (6, {"InvalidTransferError", "LeaseLostError"}),
     ],
     ids=["before the first byte", "between two blocks", "after the last byte"],
 )
