@@ -37,9 +37,8 @@ _HANG_S = 120.0
 def greedy_or_sampled(number: int) -> dict[str, float]:
     """The fields of every other request that decide how its tokens are chosen.
 
-    Sampled ones keep 20 tokens. A tiny random model finds all of a vocabulary about as likely, and
-    one draw in thousands then lies on the border of two tokens, within fp32's rounding, which is
-    another one in another batch: 3e-9 from it was seen to give another text.
+    Sampled ones keep 20 tokens: a tiny random model finds all of a vocabulary about as likely, and
+    that fp32's rounding, another one in another batch, turns a draw is then least unlikely.
     """
     return {"temperature": 0.8, "top_k": 20} if number % 2 else {"temperature": 0}
 
