@@ -34,7 +34,7 @@ def draw_keys(seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
 def log_arrivals(key: int, token_ids: torch.Tensor) -> torch.Tensor:
     """Logarithms of times at rate 1, one for each of `token_ids` (int32, any shape); fp32.
 
-    31 random bits each, the shortest times with as many digits as the longer ones.
+    31 random bits each: no time is below 2**-32, and of the short ones hardly two are the same.
     """
     # Every key has the tokens' ids in another order before they are hashed: one round is enough.
     keyed = token_ids.mul(_signed(key & 0xFFFF_FFFF | 1)).add_(_signed(key >> 32))

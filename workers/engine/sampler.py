@@ -157,18 +157,14 @@ def _draw_among(draws: list[_Draw], width: int) -> list[int | None]:
     logits, ids = _likeliest(draws, width)
     temperatures = np.array([draw.params.temperature for draw in draws])[:, None]
     with np.errstate(over="ignore"):  # a temperature near 0 leaves the likeliest token alone
-        weights = np.exp((logits - logits[:, :1]) / temperatures)
+        scores = (logits - logits[:, :1]) / temperatures
+        weights = np.exp(scores)
     cumulative = weights.cumsum(axis=1)
     kept = _num_kept(draws, weights, cumulative)
     rows = np.arange(len(draws))
-    arrivals = np.stack(
-        [
-            log_arrivals(draw.key, torch.from_numpy(row).int()).numpy()
-            for draw, row in zip(draws, ids, strict=True)
-        ]
-    )
-    scores = (logits - logits[:, :1]) / temperatures - arrivals
-    scores[np.arange(width) >= kept[:, None]] = -math.inf
+    for row, draw in enumerate(draws):
+        scores[row] -= log_arrivals(draw.key, torch.from_numpy(ids[row]).int()).numpy()
+        scores[row, kept[row] :] = -math.inf
     places = scores.argmax(axis=1)
     # A token as likely as the last one looked at may have an equal with a lower id further on.
     is_complete = logits[rows, kept - 1] > logits[:, -1]

@@ -21,24 +21,7 @@ from tests.fakes.block_memory import transfer_key
 from tests.fakes.clock import FakeClock
 from tests.fakes.kv_link import kv_link
 from tests.fakes.raw_peer import RawPeer
-from tests.fakes.stream_kinds import (
-    ALL_KINDS,
-    DEVICE_KINDS,
-    FRAME_KINDS,
-    QUICK,
-    kind_parameters,
-)
-
-
-@pytest.fixture(params=kind_parameters((*ALL_KINDS, *DEVICE_KINDS)))
-def kind(request):
-    return request.param
-
-
-@pytest.fixture(params=kind_parameters(FRAME_KINDS))
-def framed(request):
-    return request.param
-
+from tests.fakes.stream_kinds import QUICK
 
 GARBAGE = [
     b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" + b" " * 100,

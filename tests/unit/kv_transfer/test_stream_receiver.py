@@ -18,25 +18,7 @@ from kv_transfer.transports.wire import HEADER_BYTES, FrameType, Identity
 from tests.fakes.block_memory import peer_info, transfer_key
 from tests.fakes.kv_link import PLACES, POISON, kv_link
 from tests.fakes.raw_peer import RawPeer
-from tests.fakes.stream_kinds import (
-    ALL_KINDS,
-    DEVICE_KINDS,
-    FRAME_KINDS,
-    SECRET,
-    SHM,
-    TCP,
-    kind_parameters,
-)
-
-
-@pytest.fixture(params=kind_parameters((*ALL_KINDS, *DEVICE_KINDS)))
-def kind(request):
-    return request.param
-
-
-@pytest.fixture(params=kind_parameters(FRAME_KINDS))
-def framed(request):
-    return request.param
+from tests.fakes.stream_kinds import SECRET, SHM, TCP
 
 
 class RogueOwner:

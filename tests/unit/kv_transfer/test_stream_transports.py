@@ -19,21 +19,9 @@ from kv_transfer.transports import wire
 from tests.fakes.block_memory import ByteMemory, granted_blocks, peer_info, transfer_key
 from tests.fakes.clock import FakeClock
 from tests.fakes.kv_link import BLOCK_SIZE, FIRST, PLACES, kv_link, places_of, seen_by
-from tests.fakes.stream_kinds import (
-    ALL_KINDS,
-    CUDA_IPC,
-    DEVICE_KINDS,
-    QUICK,
-    TORCH_DEVICE,
-    kind_parameters,
-)
+from tests.fakes.stream_kinds import CUDA_IPC, QUICK, TORCH_DEVICE
 from tests.fakes.stream_proxy import Damage, stream_proxy
 from tests.fakes.until import until
-
-
-@pytest.fixture(params=kind_parameters((*ALL_KINDS, *DEVICE_KINDS)))
-def kind(request):
-    return request.param
 
 
 async def test_bytes_arrive_and_the_owner_learns_that_they_did(kind):
