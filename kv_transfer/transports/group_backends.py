@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from datetime import timedelta
 from typing import cast
 
@@ -15,12 +14,18 @@ from torch._C._distributed_c10d import Store, Work
 from kv_transfer.transport import MemoryKind
 from kv_transfer.transports.process_group import PointToPoint
 
-_ABORT_TAG = 1
+_ABORT_TAG, _HELLO_TAG = 1, 2
 _AT_ONCE = timedelta(milliseconds=1)
 
 
 class GlooBackend:
-    """Groups whose messages go over TCP sockets on one interface."""
+    """Groups whose messages go over TCP sockets on one interface.
+
+    Each group has a listening socket and a thread of its own, and ends with them. With one device
+    for all groups, as Gloo would have it, a group that gave up connecting left a callback behind
+    that points at it: the process died when the connection came after all. A device that connects
+    lazily is stopped before its group is freed, and what else it has accepted is closed with it.
+    """
 
     name = "gloo"
     memory: MemoryKind = "host"
@@ -28,21 +33,34 @@ class GlooBackend:
     def __init__(self, *, host: str, connect_s: float) -> None:
         """All sockets, listening ones included, are at `host`.
 
-        Gloo tries five times to connect a new group, `connect_s` each.
+        Gloo waits five times `connect_s` for the connection of a new group.
         """
         self._host = host
         self._connect_s = connect_s
-        self._lock = threading.Lock()
-        self._device: torch.distributed.ProcessGroupGloo.Device | None = None
 
     def make(self, store: Store, rank: int) -> PointToPoint:
-        """A group of two."""
+        """A group of two, over whose connection both ends have said hello."""
+        device = torch.distributed.ProcessGroupGloo.create_device(
+            hostname=self._host, lazy_init=True
+        )
         # Its public constructor takes no device, and the stub lacks the class of its options.
         options = torch.distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=self._connect_s)
         options._threads = 1
-        options._devices = [self._the_device()]
-        return cast(PointToPoint, torch.distributed.ProcessGroupGloo(store, rank, 2, options))
+        options._devices = [device]
+        group = cast(PointToPoint, torch.distributed.ProcessGroupGloo(store, rank, 2, options))
+        self._greet(group, 1 - rank)
+        return group
+
+    def _greet(self, group: PointToPoint, peer: int) -> None:
+        mine, theirs = torch.ones(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        deadline = timedelta(seconds=self._connect_s)
+        greetings = [
+            group.send([mine], peer, _HELLO_TAG),
+            group.recv([theirs], peer, _HELLO_TAG),
+        ]
+        for greeting in greetings:
+            self.finish(greeting, deadline)
 
     def staging(self, num_bytes: int) -> torch.Tensor:
         """Host memory, touched."""
@@ -65,18 +83,6 @@ class GlooBackend:
         nothing = torch.empty(1, dtype=torch.uint8)
         with contextlib.suppress(RuntimeError):  # that it timed out, or was closed before
             group.recv([nothing], peer, _ABORT_TAG).wait(_AT_ONCE)
-
-    def close(self) -> None:
-        """Stop listening once the last group is gone."""
-        with self._lock:
-            self._device = None
-
-    def _the_device(self) -> torch.distributed.ProcessGroupGloo.Device:
-        """One listening socket and one thread for all groups, from the first one on."""
-        with self._lock:
-            if self._device is None:
-                self._device = torch.distributed.ProcessGroupGloo.create_device(hostname=self._host)
-            return self._device
 
 
 class NcclBackend:
@@ -120,9 +126,6 @@ class NcclBackend:
         """Abort the communicator, then wait until the GPU has stopped writing."""
         cast(torch.distributed.ProcessGroupNCCL, group).abort()
         torch.cuda.synchronize(self._device)
-
-    def close(self) -> None:
-        """Nothing listens."""
 
 
 def nccl_obstacle() -> str | None:

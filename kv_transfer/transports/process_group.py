@@ -8,6 +8,7 @@ is under way there, `close` ends it and is the fence.
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ Result = TypeVar("Result")
 
 OWNER_RANK, RECEIVER_RANK = 0, 1
 _DATA_TAG = 0
+_SOURCE_LINE = re.compile(r"\[[^\]]*\.(?:cc|cpp|h|hpp):\d+\] ?")
 _MESSAGE_DEADLINE = timedelta(seconds=5)
 """Ends a wait that nothing else ends: Gloo does not wake who waits for the message that was half
 way when its connection broke. A session gives up earlier, after `StreamTimings.silence_s`."""
@@ -65,9 +67,6 @@ class GroupBackend(Protocol):
 
         On return no byte reaches or leaves the memory of any message of this group. Safe to repeat.
         """
-
-    def close(self) -> None:
-        """Stop listening, where it does; a group that is made later begins anew."""
 
 
 class PairGroup:
@@ -266,4 +265,4 @@ def _seen(ended: asyncio.Future[Result]) -> None:
 def _short(error: RuntimeError) -> str:
     """The first sentence of a backend's message, without where in its sources it was raised."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return text.rpartition(".cc:")[2].partition("] ")[2] or text
+    return _SOURCE_LINE.sub("", text)

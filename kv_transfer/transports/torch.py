@@ -88,4 +88,3 @@ class TorchTransport:
     async def close(self) -> None:
         """Close every group; no session may be open."""
         await self._pairs.close()
-        self._backend.close()

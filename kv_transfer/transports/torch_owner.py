@@ -62,7 +62,6 @@ class GroupOutlet(BlockOutlet):
     async def close(self) -> None:
         """Close every group."""
         await self._pairs.close()
-        self._backend.close()
 
 
 class _Turns(Delivery):

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,23 +81,25 @@ class AcrossHosts:
     Give both sides the same one.
     """
 
-    def __init__(self, base: Transport, hosts: TwoHosts) -> None:
-        self.name = base.name
-        self.capabilities = base.capabilities
-        self._base = base
+    def __init__(self, make: Callable[[str], Transport], hosts: TwoHosts) -> None:
+        """`make` makes the transport of the host with that address."""
+        self._prefill, self._decode = make(hosts.prefill.address), make(hosts.decode.address)
+        self.name = self._decode.name
+        self.capabilities = self._decode.capabilities
         self._hosts = hosts
 
     def server(self, memory: BlockMemory, authority: GrantAuthority, me: PeerInfo) -> BlockServer:
-        return _ServerOn(self._hosts.prefill, self._base.server(memory, authority, me))
+        return _ServerOn(self._hosts.prefill, self._prefill.server(memory, authority, me))
 
     async def connect(
         self, memory: BlockMemory, peer: PeerInfo, key: TransferKey, me: PeerInfo
     ) -> FetchSession:
         self._hosts.decode.enter()
-        return await self._base.connect(memory, peer, key, me)
+        return await self._decode.connect(memory, peer, key, me)
 
     async def close(self) -> None:
-        await self._base.close()
+        await self._decode.close()
+        await self._prefill.close()
 
 
 class _ServerOn:

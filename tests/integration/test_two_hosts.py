@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 import time
 
 import psutil
 import pytest
+from torch.distributed import HashStore
 
 from kv_transfer.geometry import BlockId
 from kv_transfer.handoff import ReleaseReason
 from kv_transfer.transport import PeerLostError
+from kv_transfer.transports.group_backends import GlooBackend
 from kv_transfer.transports.stream_server import StreamTimings
 from tests.fakes.kv_link import PLACES, POISON, kv_link
 from tests.fakes.model_runner import generate
 from tests.fakes.stream_kinds import QUICK, STREAM_KINDS
-from tests.fakes.two_hosts import AcrossHosts, CannotMakeHostsError, two_hosts
+from tests.fakes.two_hosts import (
+    AcrossHosts,
+    CannotMakeHostsError,
+    Host,
+    TwoHosts,
+    two_hosts,
+)
 from tests.fakes.until import until
 from tests.fakes.worker_rig import Client, Rig, RigConfig, generate_request, worker_rig
 from workers.decode_config import DecodeConfig
@@ -46,7 +55,7 @@ def kind(request):
 
 
 def across(kind, hosts, timings):
-    return AcrossHosts(kind.transport(host=hosts.prefill.address, timings=timings), hosts)
+    return AcrossHosts(lambda address: kind.transport(host=address, timings=timings), hosts)
 
 
 @pytest.mark.parametrize("end", [0, 1], ids=["prefill's end", "decode's end"])
@@ -119,3 +128,42 @@ async def test_workers_outlive_a_link_that_is_cut_and_healed_again_and_again(kin
         assert set(failures) == {"PeerLostError"}
         assert failures["PeerLostError"] >= 2 * ROUNDS
         await until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
+
+
+def test_a_group_that_gives_up_connecting_leaves_nothing_for_when_the_link_is_healed(hosts):
+    """With a device that groups share, Gloo calls back into the one that it has freed."""
+    gc.collect()
+    before = held()
+    for number in range(2):
+        hosts.cut(number)
+        assert set(made_between(hosts)) == {"no connection"}
+        hosts.heal()
+        time.sleep(1.5)  # the first retry of what was on its way comes a second after it
+        assert set(made_between(hosts)) == {"a group"}
+    gc.collect()
+    assert held() == before
+
+
+def made_between(hosts: TwoHosts) -> list[str]:
+    """What each end gets that makes a group with the other."""
+    store = HashStore()
+    ends: list[str] = []
+
+    def make(host: Host, rank: int) -> None:
+        host.enter()
+        try:
+            GlooBackend(host=host.address, connect_s=0.2).make(store, rank)
+        except RuntimeError:
+            ends.append("no connection")
+        else:
+            ends.append("a group")
+
+    making = [
+        threading.Thread(target=make, args=(host, rank))
+        for rank, host in enumerate((hosts.prefill, hosts.decode))
+    ]
+    for thread in making:
+        thread.start()
+    for thread in making:
+        thread.join()
+    return ends

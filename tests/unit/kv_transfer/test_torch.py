@@ -87,7 +87,6 @@ async def group_pair(backend=None):
         yield ends
     finally:
         await asyncio.gather(*(end.close() for end in ends))
-        backend.close()
 
 
 def blocks_of(memory):
@@ -158,7 +157,6 @@ async def test_a_group_that_the_peer_does_not_make_ends_with_its_store():
     await group.close()
     with pytest.raises(PeerLostError):
         await making
-    backend.close()
 
 
 async def test_one_group_serves_many_transfers():
