@@ -137,7 +137,7 @@ class EngineSettings(_Group):
     prefill_chunk_tokens: Count = 256
     """Prompt tokens of one sequence in one step at most."""
     threads: Count | None = None
-    """Of the forward pass; null divides the host's cores among its workers."""
+    """Of the forward pass; null: those cores of the host that other workers do not compute on."""
     gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Of a GPU, booked for each worker where model.device is cuda; below 1 workers share one."""
     queue_limit: Count = 256

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from configs.schema import Settings
 from deployments.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, SecretError, read_secret
 from kv_transfer.authentication import Secret
-from workers.planning import total_threads
+from workers.planning import share_cores, total_threads
 
 _OUR_PACKAGES = ("deployments", "workers", "kv_transfer", "router")
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
@@ -53,10 +53,17 @@ def prepare_engine_process(
     those of the host, or the container.
     """
     if not _WAITING & environ.keys():
-        fit = total_threads(settings, cores=cores) <= cores
-        environ.update(_SPIN_BRIEFLY if fit else _SLEEP_AT_ONCE)
+        environ.update(_SPIN_BRIEFLY if _can_spin(settings, cores) else _SLEEP_AT_ONCE)
     log_to_stderr()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+
+
+def _can_spin(settings: Settings, cores: int) -> bool:
+    """Whether threads that wait for each other keep nobody else's from a core.
+
+    Workers that share the cores have threads beside their first one only where these are free.
+    """
+    return share_cores(settings) or total_threads(settings, cores=cores) <= cores
 
 
 def at_own_address(settings: Settings, environ: Mapping[str, str]) -> Settings:

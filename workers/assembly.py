@@ -24,6 +24,7 @@ from kv_transfer.transports.tls import TlsContexts
 from kv_transfer.ucx_device import RdmaOutlook
 from workers import planning
 from workers.checks import enforce
+from workers.core_table import CoreShare, join_core_table
 from workers.decode import DecodeWorker
 from workers.decode_config import DecodeConfig
 from workers.engine.block_pool import BlockPool
@@ -176,6 +177,7 @@ def _build_engine(
     region: SharedRegion | None,
     gap_target_s: float | None = None,
 ) -> tuple[Engine, KVCache]:
+    cores = _core_share(worker, settings)
     runner, memory = in_passing_thread(
         lambda: build_runner(
             site.model_path,
@@ -183,7 +185,7 @@ def _build_engine(
             layout=site.plan.layout,
             num_blocks=worker.num_blocks,
             max_model_len=site.plan.window,
-            threads=worker.threads,
+            threads=worker.threads if cores is None else cores.threads,
             device=settings.model.device,
             region=region,
         )
@@ -206,7 +208,19 @@ def _build_engine(
     scheduler = Scheduler(
         pool, config, _prefix_scope(site, settings), groups=site.plan.layout.groups
     )
-    return Engine(scheduler, runner), memory
+    return Engine(scheduler, runner, cores=cores), memory
+
+
+def _core_share(worker: WorkerPlan, settings: Settings) -> CoreShare | None:
+    """This worker's part of the host's cores; None where nobody else is to know of it."""
+    if settings.model.device == "cuda":
+        return None
+    fixed_threads = None if worker.shares_cores else worker.threads
+    try:
+        return join_core_table(cores=available_cores(), fixed_threads=fixed_threads)
+    except OSError as error:
+        logger.warning("cores are divided once for all threads=%s error=%s", worker.threads, error)
+        return None
 
 
 def _prefix_scope(site: Site, settings: Settings) -> PrefixScope | None:

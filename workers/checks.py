@@ -288,8 +288,15 @@ def check_memory(
     return Check(id="MEMORY", outcome=Outcome.FAILS, sentence=sentence)
 
 
-def check_cores(*, threads: int, cores: int) -> Check:
-    """Every thread of a forward pass has a core."""
+def check_cores(*, threads: int, cores: int, are_shared: bool) -> Check:
+    """Every thread of a forward pass has a core; `are_shared` if workers take what others leave."""
+    if are_shared:
+        sentence = (
+            f"The workers share {cores} cores: with {threads} threads when all of them compute, "
+            f"with {cores} when one does."
+        )
+        outcome = Outcome.HOLDS if threads <= cores else Outcome.WARNS
+        return Check(id="CORES", outcome=outcome, sentence=sentence)
     if threads <= cores:
         sentence = f"The workers run {threads} threads on {cores} cores."
         return Check(id="CORES", outcome=Outcome.HOLDS, sentence=sentence)

@@ -74,6 +74,9 @@ class WorkerPlan:
     role: Role
     replicas: int
     threads: int
+    """While all workers of the host compute."""
+    shares_cores: bool
+    """Whether it takes more while others have nothing to compute."""
     num_blocks: int
     pool_tokens: int
     """Tokens that the pool holds, in requests of the whole window."""
@@ -155,7 +158,12 @@ def plan(
     runner = choose_runner(facts.architecture, window=window)
     layout = kv_layout(facts, block_size=settings.kv.block_size, max_model_len=window)
     pools = _pools(settings)
-    sizer = _Sizer(layout=layout, window=window, threads=_threads_each(pools, cores))
+    sizer = _Sizer(
+        layout=layout,
+        window=window,
+        threads=_threads_each(pools, cores),
+        device=settings.model.device,
+    )
     workers = tuple(sizer.worker(pool) for pool in pools)
     checks = [
         check_runner(facts.architecture.model_type, runner),
@@ -180,7 +188,11 @@ def plan(
             )
         ),
         _memory_check(workers, facts.weight_bytes, available_bytes),
-        check_cores(threads=total_threads(settings, cores=cores), cores=cores),
+        check_cores(
+            threads=total_threads(settings, cores=cores),
+            cores=cores,
+            are_shared=share_cores(settings),
+        ),
     ]
     return DeploymentPlan(
         layout=layout, window=window, runner=runner, workers=workers, checks=tuple(checks)
@@ -228,6 +240,12 @@ def total_threads(settings: Settings, *, cores: int) -> int:
     return sum(pool.replicas * (pool.engine.threads or each) for pool in pools)
 
 
+def share_cores(settings: Settings) -> bool:
+    """Whether every worker takes as many threads as the others leave, at any moment."""
+    on_cpu = settings.model.device == "cpu"
+    return on_cpu and all(pool.engine.threads is None for pool in _pools(settings))
+
+
 def _threads_each(pools: Sequence[_Pool], cores: int) -> int:
     """Of a worker whose settings name none."""
     return max(1, cores // sum(pool.replicas for pool in pools))
@@ -249,6 +267,7 @@ class _Sizer:
     layout: KVLayout
     window: int
     threads: int
+    device: str
 
     def worker(self, pool: _Pool) -> WorkerPlan:
         """Size one role's workers."""
@@ -259,6 +278,7 @@ class _Sizer:
             role=pool.role,
             replicas=pool.replicas,
             threads=engine.threads or self.threads,
+            shares_cores=engine.threads is None and self.device == "cpu",
             num_blocks=num_blocks,
             pool_tokens=self._pool_tokens(num_blocks, window_blocks),
             pool_bytes=num_blocks * self.layout.bytes_per_block,

@@ -124,7 +124,7 @@ def _row(worker: WorkerPlan) -> tuple[str, ...]:
     return (
         worker.role,
         str(worker.replicas),
-        str(worker.threads),
+        f"{worker.threads}+" if worker.shares_cores else str(worker.threads),
         str(worker.num_blocks),
         str(worker.pool_tokens),
         format_bytes(worker.pool_bytes),

@@ -16,6 +16,7 @@ import torch
 from kv_transfer.geometry import KVLayout
 from kv_transfer.shared_memory import SharedRegion
 from workers.engine.attention.backend import AttentionBackend
+from workers.engine.attention.core_aware import CoreAwareBackend
 from workers.engine.attention.torch_backend import TorchBackend
 from workers.engine.kv_cache import KVCache, torch_dtype
 from workers.engine.linear import pack_head
@@ -41,7 +42,7 @@ def build_runner(
     info: ModelInfo,
     layout: KVLayout,
     num_blocks: int,
-    threads: int,
+    threads: int | Callable[[], int],
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
     region: SharedRegion | None = None,
@@ -52,10 +53,11 @@ def build_runner(
     replaced by a faster one, and `make_forward` says how it is run. It computes in the layout's
     dtype on `device`, as the pool does, which lies there, or in `region` if one is given, for other
     processes to read. The check covers max_model_len tokens, by default all that the model can.
-    Sets the process's number of compute threads. Raises `UnsupportedModelError` if the model's
+    Sets the process's number of compute threads; `threads` may be asked for it before each layer.
+    Raises `UnsupportedModelError` if the model's
     architecture cannot be run this way, `ModelError` if it cannot be loaded.
     """
-    torch.set_num_threads(threads)
+    torch.set_num_threads(threads if isinstance(threads, int) else threads())
     if isinstance(model, Path):
         model = load_weights(
             model, dtype=torch_dtype(layout.dtype), device=device, attn_implementation="eager"
@@ -63,7 +65,10 @@ def build_runner(
     checked = check_model(model, layout, max_model_len=max_model_len or info.context_length)
     pack_head(model)
     kv_cache = KVCache(layout, num_blocks, device, region=region)
-    forward = make_forward(model, checked, layout)(TorchBackend(kv_cache))
+    backend: AttentionBackend = TorchBackend(kv_cache)
+    if not isinstance(threads, int):
+        backend = CoreAwareBackend(backend, threads)
+    forward = make_forward(model, checked, layout)(backend)
     runner = RaggedModelRunner(forward, block_size=layout.block_size, settle=kv_cache.settle)
     return runner, kv_cache
 

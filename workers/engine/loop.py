@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from kv_transfer.geometry import BlockId
 from kv_transfer.logprobs import TokenLogprobs
@@ -85,13 +86,29 @@ class EngineStats:
     failed: int
 
 
+class Cores(Protocol):
+    """The cores of the host, which others may want as well."""
+
+    def claim(self) -> None:
+        """There is something to compute, from now on; safe to repeat."""
+
+    def rest(self) -> None:
+        """There is nothing to compute, until the next claim; safe to repeat."""
+
+
 class Engine:
     """Runs sequences on a model runner; see the module for who may call it."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, clock: Clock = time.monotonic
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        clock: Clock = time.monotonic,
+        cores: Cores | None = None,
     ) -> None:
+        """`cores` are told whenever there begins or ceases to be something to compute."""
         self._scheduler = scheduler
+        self._cores = cores
         self._thread = StepThread(runner)
         self._runner_tier = runner.tier
         self._clock = clock
@@ -268,9 +285,19 @@ class Engine:
             plan = self._scheduler.plan(self._clock())
             self._deliver()
             if plan is None:
+                self._rest()
                 await self._idle()
             else:
+                self._claim()
                 await self._step(plan)
+
+    def _claim(self) -> None:
+        if self._cores is not None:
+            self._cores.claim()
+
+    def _rest(self) -> None:
+        if self._cores is not None:
+            self._cores.rest()
 
     async def _idle(self) -> None:
         """Sleep until something was submitted or changed, or the next deadline."""
@@ -331,6 +358,7 @@ class Engine:
 
     def _on_run_ended(self, task: asyncio.Task[None]) -> None:
         """The loop has ended: if not by stop(), nothing that is left can go on."""
+        self._rest()
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None or self._is_stopping:
             return

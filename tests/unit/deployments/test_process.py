@@ -47,6 +47,14 @@ def test_compute_threads_spin_only_where_all_workers_have_their_cores(
     assert environ == expected
 
 
+def test_threads_of_workers_that_share_the_cores_spin_on_any_number_of_them(monkeypatch):
+    monkeypatch.setattr(deployments.process, "log_to_stderr", lambda: None)
+    monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
+    environ: dict[str, str] = {}
+    prepare_engine_process(load("split-2p2d", environ={}), cores=2, environ=environ)
+    assert environ == {"GOMP_SPINCOUNT": "5000"}
+
+
 def test_a_secret_is_needed_and_its_absence_says_what_to_do():
     with pytest.raises(SecretError, match="BATON_SECRET"):
         deployment_secret({})

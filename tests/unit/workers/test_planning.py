@@ -258,6 +258,16 @@ def test_more_threads_than_cores_is_a_warning() -> None:
     assert deployment.ok
 
 
+def test_workers_without_a_number_of_threads_take_what_others_leave() -> None:
+    deployment = plan(settings_of(prefill=EngineSettings(threads=1)), FACTS, cores=4)
+    assert [worker.shares_cores for worker in deployment.workers] == [True, False]
+
+    [check] = checks_of(plan(settings_of(), FACTS, cores=4), "CORES")
+    assert check.sentence.endswith("with 4 threads when all of them compute, with 4 when one does.")
+    [check] = checks_of(plan(settings_of(), FACTS, cores=1), "CORES")
+    assert check.outcome is Outcome.WARNS
+
+
 @pytest.mark.parametrize(
     ("wanted", "shares_memory", "names"),
     [

@@ -1,7 +1,9 @@
 """The engine: the scheduler on a real event loop and thread, with a fake model."""
 
 import asyncio
+import itertools
 import logging
+import re
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
@@ -12,6 +14,7 @@ from kv_transfer.geometry import BlockId
 from tests.fakes.clock import FakeClock
 from tests.fakes.model_runner import FakeModelRunner, generate
 from tests.fakes.scheduling import BLOCK_SIZE, kinds, make_scheduler
+from tests.fakes.until import until
 from workers.engine.events import (
     TERMINAL_EVENTS,
     Admitted,
@@ -74,6 +77,19 @@ class Recorder:
         ]
 
 
+class Cores:
+    """Those of a host; remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def claim(self) -> None:
+        self.told.append("claim")
+
+    def rest(self) -> None:
+        self.told.append("rest")
+
+
 class Rig:
     """An engine on a fake model, with what a test wants to turn."""
 
@@ -81,7 +97,8 @@ class Rig:
         self.runner = FakeModelRunner(block_size=BLOCK_SIZE)
         self.clock = FakeClock()
         self.scheduler = make_scheduler()
-        self.engine = Engine(self.scheduler, self.runner, self.clock)
+        self.cores = Cores()
+        self.engine = Engine(self.scheduler, self.runner, self.clock, self.cores)
 
     def submit(
         self,
@@ -139,6 +156,17 @@ async def test_sequence_gets_the_models_tokens_and_one_end(rig):
     await sink.end()
     assert sink.token_ids == generate(PROMPT, 4)
     assert kinds(sink.events) == ["Admitted", *["TokensSampled"] * 4, "SequenceFinished"]
+
+
+async def test_cores_are_claimed_while_there_is_something_to_compute(rig):
+    rig.runner.on_execute = lambda _plan: rig.cores.told.append("step")
+    for _ in range(2):
+        sink = Recorder()
+        rig.submit(sink, max_tokens=2)
+        await sink.end()
+        await until(lambda: rig.cores.told[-1] == "rest")
+    told = " ".join(word for word, _ in itertools.groupby(rig.cores.told))
+    assert re.fullmatch(r"(rest )?((claim step )+rest ?){2}", told)
 
 
 async def test_sequences_together_get_the_tokens_that_each_gets_alone(rig):
@@ -307,6 +335,7 @@ async def test_second_failure_in_a_row_ends_the_engine_and_every_sequence(rig):
     assert isinstance(end, SequenceFailed)
     assert isinstance(end.error, WorkerStoppingError)
     assert rig.engine.failure is error
+    assert rig.cores.told[-1] == "rest"
     assert not rig.engine.healthy
     assert not rig.engine.publish(waiting_id, 1)
     with pytest.raises(WorkerStoppingError):
