@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from workers.engine.adjust import adjust
+from workers.engine.kept_tokens import kept_tokens
 from workers.engine.noise import draw_keys, log_arrivals
 from workers.engine.sampling_params import SamplingParams
 from workers.engine.token_counts import SeenTokens
@@ -24,9 +25,9 @@ __all__ = ["SamplingRow", "sample"]
 
 _GREEDY_BELOW = 1e-5
 """Temperatures under it are 0; vLLM draws the line at the same place."""
-_WIDTHS = (256, 4096)
-"""How many of the likeliest tokens are looked at before all of them are: sorting a vocabulary costs
-as much as a small model's whole step."""
+_WIDTH = 256
+"""How many of the likeliest tokens are looked at, of all rows at once, before a row's whole
+vocabulary is: few filters keep more."""
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -93,7 +94,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int | None
     for draw in draws:
         if draw.keeps_all:
             token_ids[draw.index] = _draw_from_all(draw)
-    for index, token_id in _draw_from_likeliest([draw for draw in draws if not draw.keeps_all]):
+    for index, token_id in _draw_filtered([draw for draw in draws if not draw.keeps_all]):
         token_ids[index] = token_id
     return token_ids
 
@@ -131,47 +132,57 @@ def _draw_from_all(draw: _Draw) -> int:
     return int(scores.cpu().numpy().argmax())  # torch's takes as long as a third of all this
 
 
-def _draw_from_likeliest(draws: list[_Draw]) -> list[tuple[int, int]]:
-    """(index, token id) of each draw, looking at no more tokens than its filters keep."""
-    drawn: list[tuple[int, int]] = []
-    pending = draws
-    vocabulary = len(draws[0].logits) if draws else 0
-    for width in (*_WIDTHS, vocabulary):
-        ready = [draw for draw in pending if draw.params.top_k < width or width >= vocabulary]
-        if not ready:
-            continue
-        token_ids = _draw_among(ready, min(width, vocabulary))
-        found = [
-            (draw.index, int(token_id))
-            for draw, token_id in zip(ready, token_ids, strict=True)
-            if token_id is not None
-        ]
-        drawn += found
-        done = {index for index, _ in found}
-        pending = [draw for draw in pending if draw.index not in done]
-    return drawn
+def _draw_filtered(draws: list[_Draw]) -> list[tuple[int, int]]:
+    """(index, token id) of each draw, from the tokens that its filters keep."""
+    few = [draw for draw in draws if draw.params.top_k < _WIDTH]
+    drawn = dict(zip((draw.index for draw in few), _draw_from_likeliest(few), strict=True))
+    found: list[tuple[int, int]] = []
+    for draw in draws:
+        token_id = drawn.get(draw.index)
+        found.append((draw.index, _draw_from_kept(draw) if token_id is None else token_id))
+    return found
 
 
-def _draw_among(draws: list[_Draw], width: int) -> list[int | None]:
-    """Draw from each row's `width` likeliest tokens; None where the kept tokens may be more."""
+def _draw_from_kept(draw: _Draw) -> int:
+    """The first to arrive of the tokens that the filters keep, however many they are."""
+    logits, params = draw.logits.cpu().numpy(), draw.params
+    ids = kept_tokens(
+        logits,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+    )
+    return int(ids[_race(draw, logits[ids].astype(np.float64), ids).argmax()])
+
+
+def _draw_from_likeliest(draws: list[_Draw]) -> list[int | None]:
+    """Draw from each row's likeliest tokens; None where those that are kept may be more."""
+    if not draws:
+        return []
+    vocabulary = len(draws[0].logits)
+    width = min(_WIDTH, vocabulary)
     logits, ids = _likeliest(draws, width)
     temperatures = np.array([draw.params.temperature for draw in draws])[:, None]
     with np.errstate(over="ignore"):  # a temperature near 0 leaves the likeliest token alone
-        scores = (logits - logits[:, :1]) / temperatures
-        weights = np.exp(scores)
-    cumulative = weights.cumsum(axis=1)
-    kept = _num_kept(draws, weights, cumulative)
-    rows = np.arange(len(draws))
+        weights = np.exp((logits - logits[:, :1]) / temperatures)
+    kept = _num_kept(draws, weights, weights.cumsum(axis=1))
+    drawn: list[int | None] = []
     for row, draw in enumerate(draws):
-        scores[row] -= log_arrivals(draw.key, torch.from_numpy(ids[row]).int()).numpy()
-        scores[row, kept[row] :] = -math.inf
-    places = scores.argmax(axis=1)
-    # A token as likely as the last one looked at may have an equal with a lower id further on.
-    is_complete = logits[rows, kept - 1] > logits[:, -1]
-    if width == len(draws[0].logits):
-        is_complete[:] = True
-    drawn: list[int | None] = ids[rows, places].tolist()
-    return [drawn[row] if is_complete[row] else None for row in rows]
+        # A token as likely as the last one looked at may have an equal with a lower id further on.
+        is_complete = width == vocabulary or logits[row, kept[row] - 1] > logits[row, -1]
+        among = slice(kept[row])
+        place = _race(draw, logits[row, among], ids[row, among]).argmax()
+        drawn.append(int(ids[row, place]) if is_complete else None)
+    return drawn
+
+
+def _race(draw: _Draw, logits: FloatArray, ids: IntArray) -> FloatArray:
+    """What the first token to arrive has most of, for some tokens of the row."""
+    with np.errstate(over="ignore"):
+        scores: FloatArray = (logits - draw.max_logit) / draw.params.temperature
+    scores -= log_arrivals(draw.key, torch.from_numpy(ids).int()).numpy()
+    return scores
 
 
 def _likeliest(draws: list[_Draw], width: int) -> tuple[FloatArray, IntArray]:
