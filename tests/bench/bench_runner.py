@@ -199,7 +199,7 @@ def bench(path: Path, dtype_name: str, threads: int, pairs: int, only: str) -> N
         ours.step()
         count = pairs if context < 1024 else max(4, pairs // 3)
         report(name, *take_turns(theirs.step, ours.step, count))
-    for length, chunk in ((512, 512), (512, 256), (1500, 1500), (1500, 256)):
+    for length, chunk in ((128, 128), (512, 512), (512, 256), (1500, 1500), (1500, 256)):
         name = f"{setting}, prefill {length} by {chunk}"
         if only not in name:
             continue
