@@ -7,6 +7,7 @@ client, and never frees a block while a transfer may still read it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -88,6 +89,7 @@ class PrefillWorker:
         self._jobs: dict[TransferKey, _Job] = {}
         self._me: PeerInfo | None = None
         self._is_stopping = False
+        self._all_ended = asyncio.Event()
 
     @property
     def me(self) -> PeerInfo:
@@ -105,6 +107,20 @@ class PrefillWorker:
         """Run the engine and listen for fetches."""
         self._engine.start()
         self._me = await self._sender.start()
+
+    async def drain(self, *, timeout_s: float) -> None:
+        """Take no more prompts, let hand-offs end for a while, revoke the rest, and stop.
+
+        A worker whose step hangs or has failed waits for nothing: what it has is for others to do.
+        """
+        self._is_stopping = True
+        num_begun = len(self._jobs)
+        if self._jobs and self.healthy:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._all_ended.wait()
+        logger.info("prefill drained hand_offs=%d revoked=%d", num_begun, len(self._jobs))
+        await self.stop()
 
     async def stop(self) -> None:
         """End every hand-off, then the engine: blocks outlive the readers, never the reverse."""
@@ -127,6 +143,8 @@ class PrefillWorker:
             self._engine.cancel(job.sequence_id)
         if not job.ended.done():
             job.ended.set_result(reason)
+        if self._is_stopping and not self._jobs:
+            self._all_ended.set()
 
     async def prefill(self, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
         """Compute a prompt and keep its blocks for the decode worker until the hand-off ends.
