@@ -17,13 +17,11 @@ from deployments.channel.address import ChannelAddress
 from deployments.channel.server import ChannelServer
 from deployments.channel.stream import ChannelTimings
 from deployments.handles import PrefillPool
+from deployments.leaving import grace_of
 from deployments.metrics import WorkerSnapshot, loop_sample, sample
 from deployments.process import at_own_address, deployment_secret, prepare_engine_process
 from deployments.worker_metrics import decode_samples
 from workers.host import available_cores
-
-_LAST_WORDS_S = 1.0
-"""From the end of the last request to that of the process; Serve kills it when its time is up."""
 
 
 class Decode:
@@ -39,8 +37,7 @@ class Decode:
         settings = at_own_address(settings, os.environ)
         secret = deployment_secret(os.environ)
         context = serve.get_replica_context()
-        grace_s = context._deployment_config.graceful_shutdown_timeout_s
-        self._grace_s = max(0.0, grace_s - _LAST_WORDS_S)
+        self._grace_s = grace_of(context)
         self._worker = await asyncio.to_thread(
             build_decode_worker,
             settings,

@@ -1,4 +1,8 @@
-"""The prefill pool as a Serve deployment: a process around a `PrefillWorker`, nothing more."""
+"""The prefill pool as a Serve deployment: a process around a `PrefillWorker`, nothing more.
+
+A prompt's call lasts until its hand-off has ended, and Serve lets no replica go before its last
+call, or kills it when its time is up: what would outlast that is revoked before.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from collections.abc import AsyncIterator
 from ray import serve
 
 from configs.schema import Settings
+from deployments.leaving import grace_of, when_told_to_go
 from deployments.metrics import WorkerSnapshot, loop_sample
 from deployments.process import at_own_address, deployment_secret, prepare_engine_process
 from deployments.worker_metrics import prefill_samples
@@ -24,15 +29,18 @@ class Prefill:
         # Imported here: torch takes seconds, and who builds the application does without.
         from workers.assembly import build_prefill_worker
 
-        worker_id = f"prefill-{serve.get_replica_context().rank.rank}"
+        context = serve.get_replica_context()
+        self._grace_s = grace_of(context)
+        self._leaving: asyncio.Task[None] | None = None
         self._worker = await asyncio.to_thread(
             build_prefill_worker,
             at_own_address(settings, os.environ),
-            worker_id=worker_id,
+            worker_id=f"prefill-{context.rank.rank}",
             environ=os.environ,
             secret=deployment_secret(os.environ),
         )
         await self._worker.start()
+        when_told_to_go(self._leave)
 
     async def prefill(self, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
         """See `PrefillWorker.prefill`."""
@@ -53,5 +61,11 @@ class Prefill:
             raise RuntimeError("the engine has stopped")
 
     async def __del__(self) -> None:
-        """Called by Serve when the replica is told to go."""
-        await self._worker.stop()
+        """Called by Serve after the last call of a replica that was told to go."""
+        await self._leave()
+
+    def _leave(self) -> asyncio.Task[None]:
+        """Finish what runs, once: decode workers take what is refused or revoked elsewhere."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._worker.drain(timeout_s=self._grace_s))
+        return self._leaving

@@ -11,7 +11,8 @@ An upgrade of Ray looks here first. Private names in use:
                   DeploymentHandle._init (the loop that its router runs on)
     handles       (of deployments) DeploymentBroadcastResponse._fetch_replica_results_async and
                   get_async of its results: Serve's own way gives no answer if one is late
-    decode        (of deployments) ReplicaContext._deployment_config
+    leaving       (of deployments) ReplicaContext._deployment_config, and
+                  Replica.perform_graceful_shutdown, which is told before a replica's own code is
     worker_hook   ray._common.tls_utils.add_port_to_grpc_server, as used by serve's replica
     environment   RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, __RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR
     haproxy       the section name `http_frontend` and the form of bind lines in Ray's template

@@ -1,6 +1,6 @@
-"""Baton with two decode workers, changed while it runs: each line of stdin is what to deploy next.
+"""Baton, changed while it runs: each line of stdin is what to deploy next.
 
-    python -m tests.integration.scaled_app DIRECTORY PORT
+    python -m tests.integration.scaled_app DIRECTORY PORT PRESET SETTING...
 
 A line is the JSON of the `deployments` of a Serve config; "deployed" is printed once it holds.
 """
@@ -16,19 +16,12 @@ from typing import Any
 from configs.load import load
 from deployments.cluster.local import LocalCluster
 
-SETTINGS = (
-    "model.dtype=fp32",  # so that a text does not depend on what else is in its batch
-    "model.max_model_len=2048",
-    "decode.replicas=2",
-    "decode.engine.pool_tokens=8192",
-)
 DEPLOY_TIMEOUT_S = 240.0
 
 
-def main(directory: str, port: int) -> None:
+def main(directory: str, port: int, preset: str, *overrides: str) -> None:
     """Deploy what comes, until stdin ends."""
-    overrides = (*SETTINGS, f"http.port={port}")
-    settings = load("colocated", environ=os.environ, overrides=overrides)
+    settings = load(preset, environ=os.environ, overrides=(*overrides, f"http.port={port}"))
     application: dict[str, Any] = {
         "name": "baton",
         "route_prefix": "/",
@@ -43,4 +36,4 @@ def main(directory: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +21,13 @@ REQUEST_TIMEOUT_S = 90.0
 HANG_S = REQUEST_TIMEOUT_S + 30.0
 
 
-def handed_over(index: int) -> dict[str, Any]:
-    """A client's request, under a salt of its own: what is found is not handed over."""
-    return {**story_request(index), "cache_salt": uuid.uuid4().hex}
+RequestOf = Callable[[int], dict[str, Any]]
+"""The request of a client, by its number."""
+
+
+def salted(request: dict[str, Any]) -> dict[str, Any]:
+    """A request under a salt of its own: what is found is not handed over."""
+    return {**request, "cache_salt": uuid.uuid4().hex}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +36,7 @@ class Load:
 
     client: httpx.AsyncClient
     expected: list[str]
+    request_of: RequestOf = story_request
     is_over: bool = False
     endings: list[tuple[int, Ending]] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -48,7 +54,7 @@ class Load:
 
     async def _loop(self, index: int) -> None:
         while not self.is_over:
-            ending = await ask(self.client, handed_over(index))
+            ending = await ask(self.client, salted(self.request_of(index)))
             self.endings.append((index, ending))
             if len({answered for answered, _ in self.endings}) == NUM_CLIENTS:
                 self.all_answered.set()
@@ -71,8 +77,8 @@ class Load:
         )
 
 
-async def answers_of(client: httpx.AsyncClient) -> list[str]:
+async def answers_of(client: httpx.AsyncClient, request_of: RequestOf = story_request) -> list[str]:
     """The text of each client's request, asked one at a time."""
-    endings = [await ask(client, handed_over(index)) for index in range(NUM_CLIENTS)]
+    endings = [await ask(client, salted(request_of(index))) for index in range(NUM_CLIENTS)]
     assert all(ending.is_whole for ending in endings)
     return [ending.text for ending in endings]

@@ -1,0 +1,99 @@
+"""The prefill deployment: what a replica does when it is told to go, without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from ray.serve._private.replica import Replica as ServeReplica
+
+import deployments.prefill
+import workers.assembly
+from configs.schema import Settings
+from deployments.prefill import Prefill
+from tests.fakes.until import until
+
+GRACE_S = 5.0
+
+
+class FakePrefillWorker:
+    """A `PrefillWorker`, as far as its deployment uses it at the start and at the end."""
+
+    def __init__(self) -> None:
+        self.drains: list[float] = []
+        self.ended = asyncio.Event()
+
+    async def start(self) -> None:
+        """See `PrefillWorker.start`."""
+
+    async def drain(self, *, timeout_s: float) -> None:
+        """See `PrefillWorker.drain`; it lasts until the test ends it."""
+        self.drains.append(timeout_s)
+        await self.ended.wait()
+
+
+class Replica(Prefill):
+    """Ended by the test, as by Serve, and not when Python collects it."""
+
+    def __del__(self) -> None:
+        """Nothing is left to do."""
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> FakePrefillWorker:
+    """What the deployment builds."""
+    built = FakePrefillWorker()
+    context = SimpleNamespace(
+        rank=SimpleNamespace(rank=0),
+        _deployment_config=SimpleNamespace(graceful_shutdown_timeout_s=GRACE_S),
+    )
+    monkeypatch.setattr(workers.assembly, "build_prefill_worker", lambda *_, **__: built)
+    monkeypatch.setattr(deployments.prefill.serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(deployments.prefill, "prepare_engine_process", lambda *_, **__: None)
+    monkeypatch.setenv("BATON_SECRET", "0123456789abcdef" * 2)
+    return built
+
+
+@pytest.fixture
+def last_call(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """The end of the last of the replica's calls, which Serve waits for."""
+    ended = asyncio.Event()
+
+    async def wait_for_calls(_: object) -> None:
+        await ended.wait()
+
+    monkeypatch.setattr(ServeReplica, "perform_graceful_shutdown", wait_for_calls)
+    return ended
+
+
+async def replica_made() -> Replica:
+    replica = Replica.__new__(Replica)  # as Serve makes it
+    await replica.__init__(Settings())  # type: ignore[func-returns-value]  # as Serve awaits it
+    return replica
+
+
+async def test_a_replica_drains_while_serve_waits_for_its_calls(worker, last_call):
+    replica = await replica_made()
+    stopping = asyncio.create_task(ServeReplica.perform_graceful_shutdown(object()))
+    await until(lambda: bool(worker.drains))
+    assert not stopping.done()
+    # Ended by the drain, the last call lets Serve go on to the replica's own end.
+    last_call.set()
+    await stopping
+    ending = asyncio.create_task(Prefill.__del__(replica))
+    await asyncio.sleep(0)
+    assert not ending.done(), "the process may not end before the worker has"
+    worker.ended.set()
+    await ending
+
+    assert len(worker.drains) == 1
+    assert 0 < worker.drains[0] < GRACE_S, "Serve kills it when its time is up"
+
+
+async def test_a_replica_that_is_ended_without_a_word_drains_all_the_same(worker, last_call):
+    replica = await replica_made()
+    worker.ended.set()
+    await Prefill.__del__(replica)
+
+    assert len(worker.drains) == 1
