@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ from kv_transfer.handoff import PeerInfo
 from kv_transfer.logprobs import TokenLogprobs
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
-from kv_transfer.transport import BlockMemory, Transport
+from kv_transfer.transport import BlockMemory, Clock, Transport
 from tests.fakes.block_memory import ByteMemory
 from tests.fakes.clock import FakeClock
 from tests.fakes.model_runner import FakeModelRunner
@@ -137,6 +138,8 @@ class RigConfig:
     num_decode: int = 1
     lease_s: float = 5.0
     sweep_s: float = 0.02
+    lease_clock: Clock = time.monotonic
+    """Of prefill workers' leases; the renewals that decode sends are by the real one."""
     prefix_cache: bool = False
     decode: DecodeConfig = field(
         default_factory=lambda: DecodeConfig(local_prefill_tokens=3, transfer_deadline_s=20.0)
@@ -409,6 +412,7 @@ class Rig:
             generation_of=lambda block: side.engine.generation_of(block) + self.generation_shift,
             transports=[self.transport],
             lease_s=self.config.lease_s,
+            clock=self.config.lease_clock,
             sweep_s=self.config.sweep_s,
             on_end=lambda key, reason: worker.on_transfer_end(key, reason),
         )

@@ -34,6 +34,7 @@ from tests.fakes.kv_processes import (
     reader_process,
     shuffled_handoff,
 )
+from tests.fakes.release import assert_released_in_time, seconds_until
 from tests.fakes.stream_kinds import NIXL, SHM, STREAM_KINDS, StreamKind, kind_parameters
 from tests.fakes.stream_proxy import Damage, stream_proxy
 from tests.fakes.until import until
@@ -151,6 +152,24 @@ async def test_reader_outlives_an_owner(kind, in_state, number):
         await shuffled_handoff(other, decode, "u", seed=2)
 
 
+async def test_a_killed_owner_s_blocks_have_passed_their_fence_a_second_later(kind):
+    """On decode, where they are in quarantine until then; counted from the kill itself."""
+
+    async def release() -> float:
+        async with (
+            Decode(kind, SIZE, timings=PATIENT) as decode,
+            owner_process(kind, SIZE) as owner,
+        ):
+            reading = await between_grants(kind, owner, decode, KILL)
+            quiet = asyncio.create_task(reading.transfer.wait_quiesced())
+            seconds = await seconds_until(quiet.done)
+            with pytest.raises(PeerLostError):
+                await reading.pulling
+            return seconds
+
+    await assert_released_in_time(release)
+
+
 async def test_worker_that_comes_back_at_its_address_serves_at_once(kind):
     """F8, F9: under its name, at its address, as another incarnation."""
     async with (
@@ -251,6 +270,18 @@ async def test_owner_of_a_killed_reader_holds_nothing(kind, in_state):
         assert (await owner.ask("stats"))["active"] == 0
         async with Decode(kind, SIZE) as decode:
             await shuffled_handoff(owner, decode, "u", seed=2)
+
+
+@pytest.mark.parametrize("in_state", READER_STATES[1:], ids=lambda state: state.__name__)
+async def test_owner_may_free_a_killed_reader_s_blocks_a_second_later(kind, in_state):
+    """Its connection tells, and no lease has to end."""
+
+    async def release() -> float:
+        async with pair(kind, lease_s=500.0) as (owner, reader):
+            await in_state(kind, owner, reader, KILL)
+            return await seconds_until(lambda: "t" in owner.ended)
+
+    await assert_released_in_time(release)
 
 
 @pytest.mark.parametrize("in_state", READER_STATES, ids=lambda state: state.__name__)
