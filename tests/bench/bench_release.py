@@ -1,11 +1,15 @@
 """How long anything is held for a client that has left, by the phase in which it leaves.
 
-    python -m tests.bench.bench_release                 # 5 clients for each phase: a quick look
-    python -m tests.bench.bench_release --rounds 100    # the figures in docs/kv-handoff.md
+    python -m tests.bench.bench_release                      # 5 clients each: a quick look
+    python -m tests.bench.bench_release --rounds 100         # the figures in docs/kv-handoff.md
+    python -m tests.bench.bench_release --chunks default     # steps as long as the settings' own
+    python -m tests.bench.bench_release --kill --rounds 3    # and workers that are killed
 
 One prefill and one decode worker with the default model. A client closes its connection when
 `/metrics` shows its request in the phase; the time ends when `/metrics` shows that no block, lease,
-transfer, sequence, place in the queue or request of it is left on any worker.
+transfer, sequence, place in the queue or request of it is left on any worker. Of a hand-off whose
+other worker was killed nothing may be left on the one that lives; the next round waits for Serve to
+start another.
 """
 
 from __future__ import annotations
@@ -17,11 +21,23 @@ import statistics
 
 import httpx
 
+from configs.schema import EngineSettings
 from tests.tools.baton_server import BatonServer
 from tests.tools.bench_process import bench_directory, say
-from tests.tools.phases import PHASES, RELEASE_SETTINGS, Leaving, Phase, Release
+from tests.tools.phases import (
+    KILLS,
+    PHASES,
+    RELEASE_SETTINGS,
+    SMALL_CHUNKS,
+    Leaving,
+    Phase,
+    Release,
+    chunks_of,
+)
 
 HANG_S = 120.0
+DEFAULT_CHUNKS = dict.fromkeys(SMALL_CHUNKS, EngineSettings().prefill_chunk_tokens)
+CHUNKS = {"small": SMALL_CHUNKS, "default": DEFAULT_CHUNKS}
 
 
 def main() -> None:
@@ -32,13 +48,17 @@ def main() -> None:
     parser.add_argument(
         "--phase", type=int, action="append", choices=[phase.number for phase in PHASES]
     )
+    parser.add_argument("--chunks", choices=CHUNKS, default="small", help="of prompts, in tokens")
+    parser.add_argument("--kill", action="store_true", help="kill workers after the other phases")
     arguments = parser.parse_args()
     phases = [phase for phase in PHASES if not arguments.phase or phase.number in arguments.phase]
+    phases += KILLS if arguments.kill else ()
+    chunks = CHUNKS[arguments.chunks]
     with (
         bench_directory() as directory,
-        BatonServer.started(directory, more=RELEASE_SETTINGS) as server,
+        BatonServer.started(directory, more=(*RELEASE_SETTINGS, *chunks_of(chunks))) as server,
     ):
-        say(f"seed {arguments.seed}, {arguments.rounds} clients for each phase")
+        say(f"seed {arguments.seed}, {arguments.rounds} clients for each phase, chunks {chunks}")
         say(f"{'phase':<58}{'n':>5}{'median':>9}{'worst':>9}{'a scrape':>10}   ms")
         asyncio.run(_measure(server, phases, arguments.rounds, random.Random(arguments.seed)))
 

@@ -1,4 +1,5 @@
-"""Clients that leave in a phase of a request's life, and how long anything of it is held then.
+"""Clients that leave, or workers that are killed, in a phase of a request's life, and how long
+anything of it is held then.
 
 The phase is found by what `/metrics` shows. A time measured here is never too short: it ends with
 the first scrape that shows the counts back, and a scrape takes some milliseconds.
@@ -7,7 +8,9 @@ the first scrape that shows the counts back, and a scrape takes some millisecond
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -16,27 +19,38 @@ from typing import Any
 
 import httpx
 
-from tests.tools.baton_server import MODEL, WINDOW, BatonServer
+from tests.tools.baton_server import MODEL, WINDOW, BatonServer, Role
 from tests.tools.faults import stopped
 from tests.tools.hearing import Heard, hear
 from tests.tools.scrape import Scrape, parse
 
-__all__ = ["PHASES", "RELEASE_SETTINGS", "Leaving", "Phase", "Release"]
+__all__ = [
+    "KILLS",
+    "PHASES",
+    "RELEASE_SETTINGS",
+    "SMALL_CHUNKS",
+    "Leaving",
+    "Phase",
+    "Release",
+    "chunks_of",
+]
 
 LOCAL_TOKENS, LONG_TOKENS, SHORT_TOKENS = 500, 1500, 20
 OUTPUT_TOKENS = 200
 RELEASE_SETTINGS = (
     f"decode.engine.pool_tokens={2 * WINDOW}",
     f"decode.local_prefill_tokens={LOCAL_TOKENS}",
-    "decode.engine.prefill_chunk_tokens=64",
     "decode.engine.threads=1",
     "prefill.engine.threads=1",
 )
-"""Beside those of the tests' server, whose prompts are computed on prefill in chunks of 128."""
+SMALL_CHUNKS: Mapping[str, int] = {"decode": 64, "prefill": 128}
+"""Tokens that a step computes of a prompt, by role: a step in flight is waited for."""
 
 _BLOCKERS = 2
 """Requests of a whole window: the pool is theirs."""
 _PATIENCE_S = 30.0
+_RESTART_S = 240.0
+"""For Serve to start another worker in the place of a killed one, and what waits for it."""
 _UNSEEN_S = 1.0
 """What Front has not counted by then has not reached it."""
 _STOPPED_S = (0.1, 0.5)
@@ -69,14 +83,16 @@ class Phase:
     """None: decode is stopped meanwhile, and goes on as the client leaves."""
     is_blocked: bool = False
     """Whether other requests have the pool."""
+    victim: Role | None = None
+    """The worker that is killed, while the client stays; None: the client leaves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """One client that left in the phase that was wanted."""
+    """One client that left, or worker that was killed, in the phase that was wanted."""
 
     seconds: float
-    """From the closing of its connection to the first scrape without a trace of it."""
+    """From then to the first scrape without a trace of the request, or of its hand-off."""
     scrape_s: float
     """What that scrape took."""
 
@@ -111,6 +127,11 @@ def _computes_there(sight: Sight) -> bool:
 def _fetches(sight: Sight) -> bool:
     """Each chunk is granted and fetched once it is computed."""
     return sight.now.value("baton_transfers_active") > 0 and _computed_there(sight) > 0
+
+
+def chunks_of(chunks: Mapping[str, int]) -> tuple[str, ...]:
+    """The settings that have a worker of each role compute so many tokens of a prompt at once."""
+    return tuple(f"{role}.engine.prefill_chunk_tokens={size}" for role, size in chunks.items())
 
 
 PHASES = (
@@ -154,12 +175,36 @@ PHASES = (
     ),
 )
 
+KILLS = tuple(
+    Phase(
+        number=8,
+        name=f"{victim} is killed while chunks are fetched",
+        body=_body(LONG_TOKENS),
+        is_seen=_fetches,
+        victim=victim,
+    )
+    for victim in ("Prefill", "Decode")
+)
+
 
 def footprint(scrape: Scrape) -> Mapping[str, float]:
     """What all requests together hold; a request that only goes on does not change it."""
     held = scrape.held()
     moving = ("reserved", "used")  # within what "missing" counts
     return {name: count for name, count in held.items() if not name.endswith(moving)}
+
+
+def _is_forgotten(scrape: Scrape, victim: Role) -> bool:
+    """Whether the worker that is left holds nothing for the hand-off with the killed one.
+
+    The request itself goes on.
+    """
+    if victim == "Prefill":
+        held = scrape.value("baton_transfers_active") + scrape.blocks("decode", "quarantined")
+        return scrape.has_role("decode") and not held
+    missing = scrape.blocks("prefill", "total") - scrape.available("prefill")
+    held = scrape.value("baton_leases_active") + scrape.value("baton_sequences", role="prefill")
+    return scrape.has_role("prefill") and not missing and not held
 
 
 class Leaving:
@@ -184,7 +229,7 @@ class Leaving:
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        await self._until(lambda now: now.is_idle(), what="nothing is held")
+        await self._until(lambda now: now.is_idle(), what="nothing is held", timeout_s=_RESTART_S)
         yield
 
     @asynccontextmanager
@@ -212,6 +257,8 @@ class Leaving:
         asking = asyncio.create_task(self._ask(phase.body(self._rng), heard))
         try:
             is_there = await self._reach(phase, before, heard, asking)
+            if phase.victim is not None and is_there:
+                return await self._killed(phase.victim)
         finally:
             left_at = time.monotonic()
             asking.cancel()
@@ -232,6 +279,18 @@ class Leaving:
                 return not asking.done()
         return False
 
+    async def _killed(self, victim: Role) -> Release:
+        """Kill a worker; AssertionError if something of its hand-off stays at the other one."""
+        killed_at = time.monotonic()
+        os.kill(self._server.replica_pid(victim), signal.SIGKILL)
+        while True:
+            asked_at = time.monotonic()
+            now = await self._scrape()
+            seen_at = time.monotonic()
+            if _is_forgotten(now, victim):
+                return Release(seconds=seen_at - killed_at, scrape_s=seen_at - asked_at)
+            assert seen_at - killed_at < _PATIENCE_S, f"held: {now.relevant()}"
+
     async def _released(self, before: Scrape, left_at: float) -> Release | None:
         """None if the request never reached Front; AssertionError if something stays."""
         while True:
@@ -247,8 +306,10 @@ class Leaving:
             elif seen_at - left_at > _PATIENCE_S:
                 raise AssertionError(f"held after {_PATIENCE_S:g} s: {footprint(now)}")
 
-    async def _until(self, condition: Callable[[Scrape], bool], *, what: str) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
+    async def _until(
+        self, condition: Callable[[Scrape], bool], *, what: str, timeout_s: float = _PATIENCE_S
+    ) -> None:
+        deadline = time.monotonic() + timeout_s
         while not condition(now := await self._scrape()):
             assert time.monotonic() < deadline, f"not: {what}; {now.relevant()}"
 
