@@ -100,8 +100,11 @@ _WORKERS = (
     _gauge(
         "baton_runner_info",
         "1 for the way in which the worker runs its model: llama_shaped (Baton's own decoder) or "
-        "stock (transformers' modules).",
+        "stock (transformers' modules); and why: verified_family (of the own decoder), "
+        "other_family, own_differs (at load it did not compute what the stock modules do), "
+        "own_failed (at load it raised something else).",
         "tier",
+        "cause",
     ),
     _gauge(
         "baton_kv_blocks",

@@ -39,7 +39,7 @@ def _engine(stats: EngineStats) -> Iterator[Sample]:
     }
     for state, count in blocks.items():
         yield sample("baton_kv_blocks", count, state=state)
-    yield sample("baton_runner_info", 1, tier=stats.runner_tier)
+    yield sample("baton_runner_info", 1, tier=stats.runner_tier, cause=stats.runner_cause)
     yield sample("baton_kv_block_size_tokens", stats.block_size)
     for status, count in stats.by_status.items():
         yield sample("baton_sequences", count, status=status.value)

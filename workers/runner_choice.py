@@ -18,6 +18,7 @@ from typing import Any, Literal
 __all__ = [
     "LLAMA_SHAPED_TYPES",
     "Architecture",
+    "RunnerCause",
     "RunnerChoice",
     "RunnerTier",
     "architecture_of",
@@ -26,6 +27,12 @@ __all__ = [
 ]
 
 RunnerTier = Literal["llama_shaped", "stock"]
+RunnerCause = Literal[
+    "verified_family", "other_family", "own_differs", "own_failed", "by_hand", "refused"
+]
+"""Why a model is run as it is, in a word: its family is one that Baton's own decoder was verified
+for, or none of those; the own decoder was not what the stock modules are with these weights, or
+failed; whoever made the runner chose; the model is not run."""
 
 LLAMA_SHAPED_TYPES = frozenset(
     {
@@ -85,7 +92,10 @@ class RunnerChoice:
     """A way of running a model, and why it is that one."""
 
     tier: RunnerTier | Literal["refused"]
+    cause: RunnerCause
+    """For programs, and labels."""
     reason: str
+    """For people."""
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
@@ -111,16 +121,22 @@ def choose_runner(architecture: Architecture, *, window: int) -> RunnerChoice:
     """The choice for requests of up to `window` tokens."""
     reason = _refusal(architecture, window)
     if reason is not None:
-        return RunnerChoice(tier="refused", reason=reason)
+        return RunnerChoice(tier="refused", cause="refused", reason=reason)
     return runner_of(architecture.model_type)
 
 
 def runner_of(model_type: str) -> RunnerChoice:
     """The choice for a family that can be run."""
     if model_type in LLAMA_SHAPED_TYPES:
-        return RunnerChoice(tier="llama_shaped", reason=f"{model_type} is Llama-shaped")
+        return RunnerChoice(
+            tier="llama_shaped",
+            cause="verified_family",
+            reason=f"{model_type} is Llama-shaped",
+        )
     return RunnerChoice(
-        tier="stock", reason=f"Baton's own decoder is not verified for {model_type}"
+        tier="stock",
+        cause="other_family",
+        reason=f"Baton's own decoder is not verified for {model_type}",
     )
 
 

@@ -99,7 +99,7 @@ def make_front(
         "window": WINDOW,
         "vocab_size": codec.vocab_size,
         "eos_token_ids": frozenset({EOS}),
-        "runner": RunnerChoice(tier="stock", reason="it is a fake"),
+        "runner": RunnerChoice(tier="stock", cause="by_hand", reason="it is a fake"),
         "default_max_tokens": 24,
     }
     model = ServedModel(

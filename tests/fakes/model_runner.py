@@ -55,7 +55,7 @@ class FakeModelRunner:
         self._block_size = block_size
         self._windows = tuple(windows)
         self._slots: dict[int, int] = {}
-        self.tier = "fake"
+        self.tier, self.cause = "fake", "by_hand"
         self.plans: list[StepPlan] = []
         """Every plan executed, in order."""
         self.errors: list[BaseException] = []

@@ -151,7 +151,7 @@ def test_tiny_model_gives_the_tokens_of_generate(family, tier):
     references = [make_reference(model, prompt, 12) for prompt in prompts]
     layout = layout_of(model, block_size=BLOCK_SIZE)
     checked = check_model(model, layout, max_model_len=MAX_MODEL_LEN)
-    make = make_forward(model, checked, layout)
+    make, _ = make_forward(model, checked, layout)
     if tier == "stock":
         make = partial(StockForward, model)
 
@@ -195,7 +195,7 @@ def test_chunked_attention_is_right_up_to_its_chunk():
 
     with pytest.raises(UnsupportedModelError, match="the mask of layer 0 is not the causal one"):
         check_model(model, layout, max_model_len=33)
-    make = make_forward(model, check_model(model, layout, max_model_len=32), layout)
+    make, _ = make_forward(model, check_model(model, layout, max_model_len=32), layout)
 
     runner = RaggedModelRunner(make(TorchBackend(KVCache(layout, 64))), block_size=BLOCK_SIZE)
     assert_parity(references, drive(runner, references, 64, BLOCK_SIZE, chunk=5))

@@ -58,7 +58,7 @@ class Watch:
 
 class _WatchedRunner:
     def __init__(self, runner: ModelRunner, watch: Watch) -> None:
-        self.tier = runner.tier
+        self.tier, self.cause = runner.tier, runner.cause
         self._runner = runner
         self._watch = watch
 

@@ -152,7 +152,7 @@ def _subject(
     layout = layout_of(model, block_size=block_size)
     checked = check_model(model, layout, max_model_len=max_model_len)
     pack_head(model)
-    forward = make_forward(model, checked, layout)
+    forward, _ = make_forward(model, checked, layout)
 
     def make(num_blocks: int) -> tuple[RaggedModelRunner, KVCache]:
         kv_cache = KVCache(layout, num_blocks, poison=True)

@@ -26,6 +26,7 @@ from workers.engine.runners.forward import ForwardPass
 from workers.engine.runners.llama_shaped import LlamaShapedDecoder, LlamaShapedForward
 from workers.engine.runners.self_check import CheckedModel, check_model
 from workers.engine.runners.stock import StockForward
+from workers.errors import UnsupportedModelError
 from workers.models.loading import ModelInfo, load_weights
 from workers.runner_choice import RunnerChoice, runner_of
 
@@ -68,16 +69,20 @@ def build_runner(
     backend: AttentionBackend = TorchBackend(kv_cache)
     if not isinstance(threads, int):
         backend = CoreAwareBackend(backend, threads)
-    forward = make_forward(model, checked, layout)(backend)
-    runner = RaggedModelRunner(forward, block_size=layout.block_size, settle=kv_cache.settle)
+    make, choice = make_forward(model, checked, layout)
+    runner = RaggedModelRunner(
+        make(backend), block_size=layout.block_size, settle=kv_cache.settle, cause=choice.cause
+    )
     return runner, kv_cache
 
 
-def make_forward(model: torch.nn.Module, checked: CheckedModel, layout: KVLayout) -> ForwardFactory:
+def make_forward(
+    model: torch.nn.Module, checked: CheckedModel, layout: KVLayout
+) -> tuple[ForwardFactory, RunnerChoice]:
     """The best forward pass for a model that passed its check, for any backend over such a layout.
 
-    Says in the log which tier it is, and why. With our own decoder some of the model's matrices
-    become one, of which its modules keep views.
+    With it which tier it is, and why, which the log says too. With our own decoder some of the
+    model's matrices become one, of which its modules keep views.
     """
     config: Any = model.config
     choice = runner_of(config.model_type)
@@ -87,11 +92,16 @@ def make_forward(model: torch.nn.Module, checked: CheckedModel, layout: KVLayout
             make = _own_decoder(model, checked, layout)
         except Exception as error:  # the stock modules were just seen to do what this could not
             _logger.warning("own decoder is not right", exc_info=True)
-            choice = RunnerChoice(tier="stock", reason=f"the decoder of our own failed: {error}")
+            choice = RunnerChoice(
+                tier="stock",
+                cause="own_differs" if isinstance(error, UnsupportedModelError) else "own_failed",
+                reason=f"the decoder of our own failed: {error}",
+            )
     _logger.info(
-        "runner architecture=%s tier=%s reason=%s", type(model).__name__, choice.tier, choice.reason
+        "runner architecture=%s tier=%s cause=%s reason=%s",
+        *(type(model).__name__, choice.tier, choice.cause, choice.reason),
     )
-    return make or (lambda backend: StockForward(model, backend))
+    return make or (lambda backend: StockForward(model, backend)), choice
 
 
 def _own_decoder(model: torch.nn.Module, checked: CheckedModel, layout: KVLayout) -> ForwardFactory:

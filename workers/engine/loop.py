@@ -49,6 +49,8 @@ class EngineStats:
 
     runner_tier: str
     """By which way the model is run."""
+    runner_cause: str
+    """Why it is that one."""
     total_blocks: int
     free_blocks: int
     reserved_blocks: int
@@ -110,7 +112,7 @@ class Engine:
         self._scheduler = scheduler
         self._cores = cores
         self._thread = StepThread(runner)
-        self._runner_tier = runner.tier
+        self._runner_tier, self._runner_cause = runner.tier, runner.cause
         self._clock = clock
         self._sinks: dict[SequenceId, EventSink] = {}
         self._next_id = 0
@@ -250,6 +252,7 @@ class Engine:
         totals = self._scheduler.totals
         return EngineStats(
             runner_tier=self._runner_tier,
+            runner_cause=self._runner_cause,
             total_blocks=blocks.total,
             free_blocks=blocks.free,
             reserved_blocks=blocks.reserved,

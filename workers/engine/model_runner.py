@@ -17,7 +17,7 @@ from workers.engine.logprobs import Sampled, logprobs_of, sample_with_logprobs
 from workers.engine.runners.forward import ForwardPass
 from workers.engine.sampler import SamplingRow
 from workers.engine.step import SequenceId, StepPlan, StepResult
-from workers.runner_choice import RunnerTier
+from workers.runner_choice import RunnerCause, RunnerTier
 
 __all__ = ["RaggedModelRunner"]
 
@@ -29,12 +29,20 @@ class RaggedModelRunner:
     """
 
     def __init__(
-        self, forward: ForwardPass, *, block_size: int, settle: Callable[[], None] = lambda: None
+        self,
+        forward: ForwardPass,
+        *,
+        block_size: int,
+        settle: Callable[[], None] = lambda: None,
+        cause: RunnerCause = "by_hand",
     ) -> None:
         """Run steps with `forward`, over a pool whose blocks hold block_size tokens.
 
-        `settle` returns when what the forward pass wrote is written: a GPU does that later.
+        `settle` returns when what the forward pass wrote is written: a GPU does that later. `cause`
+        is why it is this forward pass.
         """
+        self.cause = cause
+        """See `ModelRunner.cause`."""
         self._forward = forward
         self._block_size = block_size
         self._settle = settle

@@ -24,6 +24,10 @@ class ModelRunner(Protocol):
     def tier(self) -> str:
         """By which way the model is run."""
 
+    @property
+    def cause(self) -> str:
+        """Why it is that one, in a word out of a few."""
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute KV for every row, and sample where the plan asks for it."""
 

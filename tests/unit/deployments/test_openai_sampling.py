@@ -19,7 +19,7 @@ CARD = ModelCard(
     vocab_size=50,
     eos_token_ids=frozenset({1, 2}),
     default_max_tokens=30,
-    runner=RunnerChoice(tier="stock", reason="any"),
+    runner=RunnerChoice(tier="stock", cause="by_hand", reason="any"),
 )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from deployments.worker_metrics import decode_samples, prefill_samples
 from tests.fakes.stream_kinds import STREAM_KINDS
-from tests.fakes.worker_rig import FAKE_LAYOUT, Client, generate_request, worker_rig
+from tests.fakes.worker_rig import FAKE_LAYOUT, Client, fake_model, generate_request, worker_rig
 from workers.engine.sampling_params import SamplingParams
 
 PROMPT = range(100, 110)
@@ -46,3 +46,18 @@ async def test_each_link_shows_its_transport_and_why(kind):
     ):
         labels = (("direction", direction), ("transport", name))
         assert values(samples, "baton_transfer_bytes_total") == {labels: count}
+
+
+async def test_each_worker_shows_how_it_runs_its_model_and_why():
+    def gave_way(num_blocks):
+        runner, memory = fake_model(num_blocks)
+        runner.tier, runner.cause = "stock", "own_differs"
+        return runner, memory
+
+    async with worker_rig(model=gave_way) as rig:
+        shown = [decode_samples(rig.decode), prefill_samples(rig.prefill_workers[0])]
+
+    for samples in shown:
+        assert values(samples, "baton_runner_info") == {
+            (("cause", "own_differs"), ("tier", "stock")): 1
+        }

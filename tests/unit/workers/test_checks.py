@@ -66,12 +66,12 @@ def peer(worker_id: str, **changes: object) -> PeerInfo:
     ("choice", "outcome", "says"),
     [
         (
-            RunnerChoice(tier="T1", reason="it is known"),
+            RunnerChoice(tier="T1", cause="by_hand", reason="it is known"),
             Outcome.HOLDS,
             "is run as T1: it is known.",
         ),
         (
-            RunnerChoice(tier="refused", reason="it keeps a state"),
+            RunnerChoice(tier="refused", cause="refused", reason="it keeps a state"),
             Outcome.FAILS,
             "A model of type odd cannot be served: it keeps a state.",
         ),

@@ -19,7 +19,7 @@ def choice_of(*, window: int = 1000, **config: Any) -> RunnerChoice:
 def test_a_verified_family_is_run_by_the_decoder_of_our_own(model_type: str) -> None:
     choice = choice_of(model_type=model_type)
 
-    assert choice.tier == "llama_shaped"
+    assert (choice.tier, choice.cause) == ("llama_shaped", "verified_family")
     assert model_type in choice.reason
 
 

@@ -220,10 +220,11 @@ def test_the_decoder_of_our_own_gives_way_where_it_differs(monkeypatch, caplog):
     monkeypatch.setattr("workers.engine.runners.llama_shaped.read_norm", read_without_the_one)
     checked = check_model(model, layout, max_model_len=MAX_MODEL_LEN)
     with caplog.at_level(logging.INFO, logger="workers.engine.build"):
-        forward = make_forward(model, checked, layout)(TorchBackend(KVCache(layout, 16)))
+        make, choice = make_forward(model, checked, layout)
 
-    assert forward.tier == "stock"
-    assert "architecture=Gemma2ForCausalLM tier=stock" in caplog.text
+    assert make(TorchBackend(KVCache(layout, 16))).tier == "stock"
+    assert (choice.tier, choice.cause) == ("stock", "own_differs")
+    assert "architecture=Gemma2ForCausalLM tier=stock cause=own_differs" in caplog.text
     assert "its logits differ by" in caplog.text
 
 
@@ -236,18 +237,25 @@ def test_the_stock_modules_still_work_after_the_decoder_gave_way(monkeypatch):
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(LlamaShapedForward, "logits", broken)
-    forward = make_forward(model, checked, layout)(TorchBackend(KVCache(layout, 16)))
+    make, choice = make_forward(model, checked, layout)
+    forward = make(TorchBackend(KVCache(layout, 16)))
 
     assert forward.tier == "stock"
+    assert choice.cause == "own_failed"
     assert torch.equal(forward.logits(meta, np.arange(10)), before)
 
 
-@pytest.mark.parametrize(("family", "tier"), [("llama", "llama_shaped"), ("gpt2", "stock")])
-def test_the_log_says_which_tier_it_is_and_why(family, tier, caplog):
+@pytest.mark.parametrize(
+    ("family", "tier", "cause"),
+    [("llama", "llama_shaped", "verified_family"), ("gpt2", "stock", "other_family")],
+)
+def test_the_log_says_which_tier_it_is_and_why(family, tier, cause, caplog):
     model, checked, layout = make_checked(family, SERVED[family])
 
     with caplog.at_level(logging.INFO, logger="workers.engine.build"):
-        forward = make_forward(model, checked, layout)(TorchBackend(KVCache(layout, 16)))
+        make, choice = make_forward(model, checked, layout)
 
-    assert forward.tier == tier
-    assert f"architecture={type(model).__name__} tier={tier} reason=" in caplog.text
+    assert make(TorchBackend(KVCache(layout, 16))).tier == tier
+    assert (choice.tier, choice.cause) == (tier, cause)
+    expected = f"architecture={type(model).__name__} tier={tier} cause={cause} reason="
+    assert expected in caplog.text
