@@ -6,6 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.fakes.tiny_models import layout_of
+from workers.engine.build import make_forward
+from workers.engine.runners.self_check import check_model
 from workers.models.errors import ModelNotFoundError
 from workers.models.loading import load_model_info, load_tokenizer, load_weights
 from workers.models.store import ModelStore, default_cache_dir
@@ -49,6 +52,28 @@ def test_info_is_that_of_smollm2(model_path):
     assert info.num_parameters == 134_515_008
     assert info.eos_token_ids == (2,)
     assert info.licence == "Apache-2.0"
+
+
+@pytest.fixture
+def one_thread():
+    """Two threads that wait for each other take many times as long on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_is_run_by_the_decoder_of_our_own(model_path, dtype):
+    model = load_weights(model_path, dtype=dtype, device="cpu", attn_implementation="eager")
+    layout = layout_of(model, block_size=16)
+
+    _, choice = make_forward(model, check_model(model, layout, max_model_len=2048), layout)
+
+    assert (choice.tier, choice.cause) == ("llama_shaped", "verified_family")
 
 
 def test_tokenizer_is_that_of_smollm2(model_path):

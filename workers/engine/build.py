@@ -21,8 +21,8 @@ from workers.engine.attention.torch_backend import TorchBackend
 from workers.engine.kv_cache import KVCache, torch_dtype
 from workers.engine.linear import pack_head
 from workers.engine.model_runner import RaggedModelRunner
-from workers.engine.runners.comparison import compare
 from workers.engine.runners.forward import ForwardPass
+from workers.engine.runners.layer_comparison import compare_layers
 from workers.engine.runners.llama_shaped import LlamaShapedDecoder, LlamaShapedForward
 from workers.engine.runners.self_check import CheckedModel, check_model
 from workers.engine.runners.stock import StockForward
@@ -111,5 +111,5 @@ def _own_decoder(model: torch.nn.Module, checked: CheckedModel, layout: KVLayout
     def make(backend: AttentionBackend) -> ForwardPass:
         return LlamaShapedForward(decoder, backend)
 
-    compare(make, checked.reference, layout)
+    compare_layers(model, decoder, checked.reference, layout)
     return make

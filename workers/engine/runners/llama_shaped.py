@@ -9,7 +9,7 @@ the stock model does is compared at load, with the real weights.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +77,11 @@ class LlamaShapedDecoder:
         """By layer; layers of different kinds may have different angles."""
         self._model = model
 
+    def embed(self, input_ids: IntArray) -> torch.Tensor:
+        """Token ids -> the hidden rows `[num_tokens, width]` that the first layer takes."""
+        hidden: torch.Tensor = self.embedding(torch.from_numpy(input_ids).to(self.device))
+        return hidden if self.embedding_scale == 1.0 else hidden * self.embedding_scale
+
     def head(self, rows: torch.Tensor) -> torch.Tensor:
         """Hidden rows after the last norm -> logits `[num_rows, vocabulary]`."""
         logits: torch.Tensor = self._model.get_output_embeddings()(rows)
@@ -90,10 +95,20 @@ class LlamaShapedDecoder:
 class LlamaShapedForward:
     """`ForwardPass` of the Llama-shaped families."""
 
-    def __init__(self, decoder: LlamaShapedDecoder, backend: AttentionBackend) -> None:
-        """Run the decoder with `backend` for its attention."""
+    def __init__(
+        self,
+        decoder: LlamaShapedDecoder,
+        backend: AttentionBackend,
+        watch: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> None:
+        """Run the decoder with `backend` for its attention.
+
+        `watch` is shown the hidden rows before each layer, and those before the last norm, and may
+        change them in place: so the check at load sees one layer at a time.
+        """
         self._decoder = decoder
         self._backend = backend
+        self._watch = watch
 
     @property
     def tier(self) -> RunnerTier:
@@ -105,24 +120,28 @@ class LlamaShapedForward:
         """See `ForwardPass.logits`."""
         self._backend.prepare(meta)
         decoder = self._decoder
-        input_ids = torch.from_numpy(meta.input_ids).to(decoder.device)
-        hidden: torch.Tensor = decoder.embedding(input_ids)
-        if decoder.embedding_scale != 1.0:
-            hidden = hidden * decoder.embedding_scale
+        hidden = decoder.embed(meta.input_ids)
         positions = torch.from_numpy(meta.positions).to(decoder.device)
         rotations = self._rotations(hidden, positions.unsqueeze(0))
         *inner, last = zip(decoder.layers, decoder.rotary_kinds, strict=True)
         for layer, kind in inner:
+            self._show(layer.index, hidden)
             attended = self._attend(layer, hidden, rotations[kind])
             _finish(layer, hidden, attended)
         layer, kind = last
+        self._show(layer.index, hidden)
         attended = self._attend(layer, hidden, rotations[kind])
         if not np.array_equal(rows, np.arange(len(hidden))):
             # Nothing attends to what the last layer makes of the other rows.
             kept = torch.from_numpy(rows).to(decoder.device)
             hidden, attended = hidden[kept], attended[kept]
         _finish(layer, hidden, attended)
+        self._show(len(decoder.layers), hidden)
         return decoder.head(decoder.norm(hidden))
+
+    def _show(self, place: int, hidden: torch.Tensor) -> None:
+        if self._watch is not None:
+            self._watch(place, hidden)
 
     def _rotations(
         self, hidden: torch.Tensor, positions: torch.Tensor
