@@ -6,8 +6,9 @@ Each mode proves that it was one: a mode that fell back to another would compare
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 
 from tests.fakes.worker_rig import ModelFactory, Rig, RigConfig, generate_request, worker_rig
 from tests.parity.references import Reference
@@ -37,6 +38,8 @@ class Watch:
     """Prompt chunks that were not the whole prompt."""
     mixed: int = 0
     """Steps with both a decode and a prompt chunk."""
+    went_on: int = 0
+    """Prompts that ended in output of an earlier attempt, and got their next token."""
 
     def see(self, plan: StepPlan) -> None:
         """Note one step."""
@@ -44,6 +47,9 @@ class Watch:
         self.widest = max(self.widest, len(plan.sequences))
         self.decoded_together = max(self.decoded_together, decodes)
         self.cut_prompts += sum(entry.sampling is None for entry in plan.sequences)
+        self.went_on += sum(
+            entry.num_output_tokens > 0 and len(entry.token_ids) > 1 for entry in plan.sequences
+        )
         self.mixed += 0 < decodes < len(plan.sequences)
 
     def around(self, model: ModelFactory) -> ModelFactory:
@@ -83,6 +89,8 @@ class Mode:
     """Prompt tokens of one sequence in a step; None is as much as a step holds."""
     has_prefix_cache: bool = False
     """Then every prompt is asked again, and once more with half of its answer in it."""
+    is_resumed: bool = False
+    """Then each request loses its decode worker after half of its answer; another one goes on."""
 
     def config(self, subject: Subject) -> RigConfig:
         """The workers for a model."""
@@ -147,6 +155,12 @@ def _all_took_part(rig: Rig, watch: Watch) -> bool:
     return _all_moved(rig, watch) and all(computed)
 
 
+def _all_went_on(rig: Rig, watch: Watch) -> bool:
+    """Both decode workers went on from tokens of the other one."""
+    finished = [end.side.scheduler.totals.finished for end in rig.decode_ends]
+    return _all_moved(rig, watch) and all(finished) and watch.went_on > 0
+
+
 def _all_hit(rig: Rig, watch: Watch) -> bool:
     """At least every second prompt token was found rather than computed, wherever it was sought."""
     totals = [side.scheduler.totals for side in rig.sides]
@@ -199,6 +213,14 @@ MODES = (
         chunk_tokens=64,
         is_proven=_all_took_part,
     ),
+    Mode(
+        name="resumed",
+        together=4,
+        num_prefill=1,
+        num_decode=2,
+        is_resumed=True,
+        is_proven=_all_went_on,
+    ),
 )
 
 
@@ -223,12 +245,8 @@ async def generate(
                 generate_request(reference.prompt, sampling(number, reference), number=number)
                 for number, reference in enumerate(wave, start=len(served))
             ]
-            answers = await asyncio.gather(
-                *(
-                    _ask(workers[number % len(workers)], request, places)
-                    for number, request in enumerate(requests)
-                )
-            )
+            ask = _ask_twice if mode.is_resumed else _ask
+            answers = await asyncio.gather(*(ask(workers, request, places) for request in requests))
             await rig.settled()
             served += zip(wave, answers, strict=True)
         assert mode.is_proven(rig, watch), f"{mode.name} was not what ran: {watch}"
@@ -236,11 +254,39 @@ async def generate(
 
 
 async def _ask(
-    worker: DecodeWorker, request: GenerateRequest, places: asyncio.Semaphore
+    workers: Sequence[DecodeWorker], request: GenerateRequest, places: asyncio.Semaphore
 ) -> tuple[int, ...]:
-    tokens: list[int] = []
+    """The answer of one decode worker, of each in turn."""
     async with places, asyncio.timeout(_PATIENCE_S):
-        async for event in worker.generate(request):
+        return await _read(_in_turn(workers, request), request)
+
+
+async def _ask_twice(
+    workers: Sequence[DecodeWorker], request: GenerateRequest, places: asyncio.Semaphore
+) -> tuple[int, ...]:
+    """The first half of one decode worker's answer, and what another one makes of the rest."""
+    half = request.sampling.max_tokens // 2
+    async with places, asyncio.timeout(_PATIENCE_S):
+        first = await _read(_in_turn(workers, request), request, leave_after=half)
+        again = replace(request, attempt=request.attempt + 1, resumed_token_ids=first)
+        other = _in_turn(workers, request, step=1)
+        return first + await _read(other, again)
+
+
+def _in_turn(
+    workers: Sequence[DecodeWorker], request: GenerateRequest, *, step: int = 0
+) -> DecodeWorker:
+    number = int(request.request_id.rpartition("-")[2])
+    return workers[(number + step) % len(workers)]
+
+
+async def _read(
+    worker: DecodeWorker, request: GenerateRequest, *, leave_after: int | None = None
+) -> tuple[int, ...]:
+    """The tokens of an answer, all or the first ones."""
+    tokens: list[int] = []
+    async with aclosing(worker.generate(request)) as events:
+        async for event in events:
             match event:
                 case TokenFrame():
                     tokens.extend(event.token_ids)
@@ -248,4 +294,6 @@ async def _ask(
                     raise AssertionError(f"{request.request_id} failed: {event}")
                 case Finished():
                     break
-    return tuple(tokens)
+            if leave_after is not None and len(tokens) >= leave_after:
+                break
+    return tuple(tokens[:leave_after])
