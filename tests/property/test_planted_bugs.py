@@ -14,11 +14,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from kv_transfer.coverage import Coverage
+from kv_transfer.geometry import group_and_index
 from kv_transfer.lease import LeaseTable
+from kv_transfer.protocol import ReceiverProtocol
 from kv_transfer.transport import CorruptTransferError, TransferError
 from tests.property import test_receiver_protocol_states as receiver_properties
 from tests.property.test_block_pool_states import PoolMachine
+from tests.property.test_coverage_states import CoverageMachine
 from tests.property.test_lease_states import LeaseMachine
+from tests.property.test_receiver_protocol_states import ProtocolMachine
 from tests.property.test_scheduler_states import SchedulerMachine
 from tests.property.test_ticket_queue_order import QueueMachine
 from workers.engine.block_pool import BlockPool, BlockStateError
@@ -146,6 +150,43 @@ def block_may_be_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coverage, "check", pad)
 
 
+def every_group_begins_where_the_first_does(patch: pytest.MonkeyPatch) -> None:
+    make = Coverage.__init__
+
+    def level(coverage, *, num_tokens, block_size, first_blocks=(0,)):
+        first_blocks = first_blocks[:1] * len(first_blocks)
+        make(coverage, num_tokens=num_tokens, block_size=block_size, first_blocks=first_blocks)
+
+    patch.setattr(Coverage, "__init__", level)
+
+
+def last_group_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    def others_are_full(coverage):
+        last, _ = group_and_index(coverage.expected[-1])
+        landed = coverage._has_landed.items()
+        others = [done for logical, done in landed if group_and_index(logical)[0] < last]
+        return all(others or coverage._has_landed.values())
+
+    patch.setattr(Coverage, "is_full", property(others_are_full))
+
+
+# -- protocol -----------------------------------------------------------------------------------
+
+
+def confirm_waits_for_the_last_grant_only(patch: pytest.MonkeyPatch) -> None:
+    has_last = property(lambda protocol: protocol.first is not None)
+    patch.setattr(ReceiverProtocol, "_is_complete", has_last)
+
+
+def any_generation_may_land(patch: pytest.MonkeyPatch) -> None:
+    take = ReceiverProtocol._take_block
+
+    def trust(protocol, block):
+        return take(protocol, protocol._granted.get(block.logical, block))
+
+    patch.setattr(ReceiverProtocol, "_take_block", trust)
+
+
 # -- scheduler ----------------------------------------------------------------------------------
 
 
@@ -241,6 +282,16 @@ MACHINES: dict[type[RuleBasedStateMachine], tuple[Plant, ...]] = {
         confirm_looks_at_no_generation,
         ended_epoch_may_come_again,
         end_is_reported_again,
+    ),
+    CoverageMachine: (
+        block_may_land_twice,
+        last_block_is_not_waited_for,
+        every_group_begins_where_the_first_does,
+        last_group_is_not_waited_for,
+    ),
+    ProtocolMachine: (
+        confirm_waits_for_the_last_grant_only,
+        any_generation_may_land,
     ),
     SchedulerMachine: (
         output_is_not_reserved,

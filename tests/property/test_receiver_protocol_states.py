@@ -6,7 +6,7 @@ import dataclasses
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kv_transfer.coverage import Coverage
 from kv_transfer.geometry import BlockId, LogicalBlock, ceil_div
@@ -76,8 +76,13 @@ def test_coverage_is_full_exactly_when_each_expected_block_came_with_its_tokens(
 class ProtocolMachine(RuleBasedStateMachine):
     """Keeps its own account of what was granted and landed, and what that permits."""
 
-    @initialize(num_tokens=st.integers(1, 14), spare=st.integers(0, 2), skip=st.integers(0, 2))
-    def start(self, num_tokens, spare, skip):
+    @initialize(
+        num_tokens=st.integers(1, 14),
+        spare=st.integers(0, 2),
+        skip=st.integers(0, 2),
+        is_open=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, num_tokens, spare, skip, is_open):
         self.num_tokens = num_tokens
         self.end = ceil_div(num_tokens, BLOCK_SIZE)
         self.skip = min(skip, self.end - 1)
@@ -95,6 +100,8 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.was_valid = False
         self.fenced = False
         self.confirms = 0
+        if is_open:
+            self.begin_and_open()
 
     def send(self, event):
         """Apply an event; (accepted, action). A refused one leaves everything as it was."""
@@ -109,6 +116,9 @@ class ProtocolMachine(RuleBasedStateMachine):
         return True, action
 
     @rule()
+    def begin_and_open_again(self):
+        self.begin_and_open()
+
     def begin_and_open(self):
         self.send(Begin())
         self.send(Opened())
@@ -155,6 +165,28 @@ class ProtocolMachine(RuleBasedStateMachine):
                     tuple(blocks), {LogicalBlock(i): BlockId(i) for i in logicals}
                 )
 
+    @rule(count=st.integers(1, 4), ends=st.booleans())
+    def grant_what_is_next(self, count, ends):
+        """As an owner does: of wrong grants alone, few transfers would come to a last one."""
+        if self.protocol.state is not TransferState.ACTIVE or self.has_last:
+            return
+        left = [i for i in range(self.skip, self.end) if i not in self.granted]
+        logicals = left[:count]
+        is_last = ends and logicals == left
+        accepted, _ = self.send(
+            Granted(
+                Grant(
+                    sequence_number=self.numbers,
+                    blocks=tuple(block(i, tokens_in(i, self.num_tokens)) for i in logicals),
+                    first=FirstToken(token_id=1) if is_last else None,
+                )
+            )
+        )
+        assert accepted
+        self.numbers += 1
+        self.granted |= set(logicals)
+        self.has_last = is_last
+
     @rule(data=st.data(), generation=st.sampled_from([0, 0, 0, 1]))
     def land(self, data, generation):
         logical = data.draw(st.integers(0, self.end))
@@ -171,6 +203,14 @@ class ProtocolMachine(RuleBasedStateMachine):
         assert accepted == good
         if accepted:
             self.landed.add(logical)
+
+    @precondition(lambda self: self.granted - self.landed)
+    @rule(data=st.data())
+    def land_what_was_there_before(self, data):
+        """A block that was granted, as it was under an earlier holder."""
+        logical = data.draw(st.sampled_from(sorted(self.granted - self.landed)))
+        accepted, _ = self.send(BlockLanded(block(logical, tokens_in(logical, self.num_tokens), 1)))
+        assert not accepted
 
     @rule()
     def land_all_granted(self):
@@ -196,9 +236,10 @@ class ProtocolMachine(RuleBasedStateMachine):
             assert len(self.landed) == self.expected
             assert self.has_last
 
-    @rule()
-    def fail(self):
-        self.send(Fail())
+    @rule(happens=st.sampled_from([False, False, False, False, True]))
+    def fail(self, happens):
+        if happens:  # most transfers get further than to their first failure
+            self.send(Fail())
 
     @rule()
     def fence(self):
