@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from deployments.openai.answer import Usage
 from kv_transfer.durations import HANDOFF_BOUNDS_S
+from kv_transfer.selection import LinkReason
 
 __all__ = [
     "METRICS",
@@ -154,8 +155,8 @@ _WORKERS = (
     ),
     _gauge(
         "baton_link_info",
-        "1 for the transport that KV from a peer moves over, and why: only_one (settings), "
-        "same_host, other_host, unknown_host, not_offered, other_memory, broken, best.",
+        "1 for the transport that KV from a peer moves over, and why: "
+        f"{', '.join(reason.value for reason in LinkReason)}.",
         "peer",
         "transport",
         "reason",

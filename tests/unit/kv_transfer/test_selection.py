@@ -1,6 +1,8 @@
 """Which transport a link gets, and why."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ TCP = Offer(name="tcp", cross_host=True)
 NIXL = Offer(name="nixl", cross_host=True)
 BROKEN = Offer(name="nixl", cross_host=True, is_broken=True)
 EVERY = ["shm", "nixl", "tcp"]
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "kv-handoff.md"
 
 
 def worker(name, host="here", transports=("shm", "tcp")):
@@ -106,3 +109,12 @@ def test_memory_that_a_better_transport_does_not_move_takes_the_next():
 def test_memory_that_no_transport_moves_is_refused_with_the_way_out():
     with pytest.raises(LinkRefusedError, match="shm or tcp moves no blocks of a pool in cuda"):
         choose([SHM, TCP], worker("d"), worker("p"), "cuda")
+
+
+def test_the_documentation_has_a_row_for_every_reason_and_no_other():
+    _, _, table = DOCUMENT.read_text("utf-8").partition("\n| reason | |\n| --- | --- |\n")
+    rows, _, _ = table.partition("\n\n")
+    first_cells = [row.split("|")[1] for row in rows.splitlines()]
+    named = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
+
+    assert sorted(named) == sorted(reason.value for reason in LinkReason)
