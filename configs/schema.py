@@ -212,7 +212,8 @@ class TransferSettings(_Group):
     cuda_ipc on one GPU, torch (NCCL) between two, else tcp; none of that was run so far.
     """
     host: PeerHost = "127.0.0.1"
-    """Address that prefill workers listen on for decode workers; with torch both sides do."""
+    """Address that prefill workers listen on for decode workers; with torch over Gloo both sides
+    do. NCCL chooses its interface itself: NCCL_SOCKET_IFNAME in a worker's environment names it."""
     ucx_device: Name | None = None
     """The device that nixl uses, as UCX calls it (mlx5_0:1, eth0); null is the one with host."""
     tls: TlsSettings | None = None

@@ -51,7 +51,10 @@ class TorchTransport:
         limits: PairLimits | None = None,
         backend: GroupBackend | None = None,
     ) -> None:
-        """Everything that listens does so on `host`, at both ends; servers on `port` (0: any)."""
+        """Control listens on `host`, and on `port` (0: any); groups where their backend does.
+
+        Gloo does so on `host`, at both ends; NCCL chooses an interface itself.
+        """
         self._security = security
         self._host = host
         self._port = port
