@@ -88,7 +88,8 @@ class Capabilities:
     """
 
     one_sided: bool
-    """Whether blocks are read without their owner sending them."""
+    """Whether the reader takes blocks out of their owner's memory by itself, once it is told that
+    they are there and what they digest to; else the owner sends them."""
     peer_must_poll: bool
     """Whether a transfer stands still while the owner's process does."""
     fence: Literal["on_close", "on_abort", "on_agent_restart"]

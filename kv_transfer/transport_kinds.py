@@ -19,7 +19,7 @@ _CUDA: frozenset[MemoryKind] = frozenset({"cuda"})
 CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
     {
         "shm": Capabilities(
-            one_sided=False,
+            one_sided=True,
             peer_must_poll=True,
             fence="on_close",
             memory_kinds=_HOST,
@@ -35,7 +35,7 @@ CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
             data_path="authenticated",  # unless it is inside TLS
         ),
         "nixl": Capabilities(
-            one_sided=True,
+            one_sided=True,  # but over UCX's TCP, where the owner's process answers each READ
             peer_must_poll=True,
             fence="on_agent_restart",
             memory_kinds=_HOST,
@@ -57,7 +57,7 @@ CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
 GPU_CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
     {
         "cuda_ipc": Capabilities(
-            one_sided=False,
+            one_sided=True,
             peer_must_poll=True,
             fence="on_close",
             memory_kinds=_CUDA,

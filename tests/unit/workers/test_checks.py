@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
 from configs.schema import TlsSettings, TransferSettings
 from kv_transfer.handoff import PeerInfo
-from kv_transfer.transport_kinds import CAPABILITIES
+from kv_transfer.transport import Capabilities
+from kv_transfer.transport_kinds import CAPABILITIES, GPU_CAPABILITIES
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.shm import ShmTransport
 from kv_transfer.transports.tcp import TcpTransport
@@ -33,6 +35,8 @@ RDMA = RdmaOutlook(is_installed=True, device="mlx5_0:1", is_rdma=True)
 
 LOCAL = TransferSettings()
 WIDE = TransferSettings(host="10.0.0.1")
+READS = "decode reads blocks by itself"
+IS_GIVEN = "decode is given blocks by prefill"
 TLS = TlsSettings(certificate="a.pem", key="a.key", ca="ca.pem")
 
 
@@ -209,14 +213,36 @@ def test_what_is_said_of_a_transport_is_what_it_declares(transport) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transport", "says"),
+    ("declared", "transport", "says"),
     [
-        ("shm", "shm: within a host, for pools in host memory; decode is given blocks by prefill"),
-        ("nixl", "nixl: within and between hosts, for pools in host memory; decode reads blocks"),
+        (CAPABILITIES, "shm", f"within a host, for pools in host memory; {READS}"),
+        (CAPABILITIES, "tcp", f"within and between hosts, for pools in host memory; {IS_GIVEN}"),
+        (CAPABILITIES, "nixl", f"within and between hosts, for pools in host memory; {READS}"),
+        (CAPABILITIES, "torch", f"within and between hosts, for pools in host memory; {IS_GIVEN}"),
+        (
+            GPU_CAPABILITIES,
+            "cuda_ipc",
+            f"within a host, on one GPU, for pools in cuda memory; {READS}",
+        ),
+        (
+            GPU_CAPABILITIES,
+            "torch",
+            "within and between hosts, from one GPU to another, for pools in cuda memory; "
+            f"{IS_GIVEN}",
+        ),
+        (
+            GPU_CAPABILITIES,
+            "tcp",
+            f"within and between hosts, for pools in cuda memory; {IS_GIVEN}",
+        ),
     ],
 )
-def test_the_plan_says_what_a_transport_can_do(transport: str, says: str) -> None:
-    assert check_capabilities(transport).sentence.startswith(says)
+def test_the_plan_says_what_a_transport_can_do(
+    declared: Mapping[str, Capabilities], transport: str, says: str
+) -> None:
+    waits = "and waits while prefill's process is stopped."
+
+    assert check_capabilities(transport, declared).sentence == f"{transport}: {says}, {waits}"
 
 
 @pytest.mark.parametrize(
