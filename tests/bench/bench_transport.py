@@ -4,9 +4,10 @@
 
 For each block size and transport: GB/s of a transfer of many blocks, of the same bytes by
 sendall/recv_into over one blocking connection, and of the same copied within this process; and the
-time from asking for one block to having it against one plain request and answer. Rounds alternate,
-so that a busy machine is busy for all. With the extra rdma, nixl is measured too: within this host
-it copies by CMA, and with UCX_TLS=tcp in the environment as between hosts without RDMA.
+time from asking for one block to having it against one plain request and answer, and against one
+copy. Rounds alternate, so that a busy machine is busy for all. With the extra rdma, nixl is
+measured too: within this host it copies by CMA; nixl-tcp has UCX go over TCP (here on loopback), as
+it does between hosts without RDMA, and its owner in a process of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,10 +31,9 @@ from kv_transfer.geometry import BlockId, LogicalBlock
 from kv_transfer.handoff import FirstToken, GrantedBlock, PeerInfo, TransferKey
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
-from kv_transfer.transport import Transport
 from kv_transfer.transports.nixl_agent import has_nixl
 from tests.fakes.block_memory import ByteMemory, peer_info, transfer_key
-from tests.fakes.stream_kinds import NIXL, STREAM_KINDS
+from tests.fakes.stream_kinds import NIXL, NIXL_TCP, STREAM_KINDS, StreamKind
 
 POOL_BYTES = 96 * 1024 * 1024
 SIZES_KIB = (16, 64, 360, 720)
@@ -58,10 +58,12 @@ def info(name: str, size_kib: int) -> PeerInfo:
     )
 
 
-def makers() -> list[Callable[[], Transport]]:
-    """The transports that there are here, best known first."""
-    kinds = (*STREAM_KINDS, NIXL) if has_nixl() else STREAM_KINDS
-    return [kind.transport for kind in kinds]
+def owners() -> list[tuple[StreamKind, ...]]:
+    """The transports that there are here, by the owner's process.
+
+    One process offers no two of one name, and one that aborts takes none of the others with it.
+    """
+    return [(*STREAM_KINDS, NIXL), (NIXL_TCP,)] if has_nixl() else [STREAM_KINDS]
 
 
 def serve_plain(listener: socket.socket, memory: ByteMemory) -> None:
@@ -74,7 +76,7 @@ def serve_plain(listener: socket.socket, memory: ByteMemory) -> None:
             connection.sendall(memory.block(BlockId(i)))
 
 
-async def serve(size_kib: int) -> None:
+async def serve(size_kib: int, kinds: Sequence[StreamKind]) -> None:
     """The owner's process: one transfer per line on standard input, `id reader count`."""
     memory = ByteMemory(geometry(size_kib)[1], geometry(size_kib)[0], shared=True)
     memory.fill(1)
@@ -82,7 +84,7 @@ async def serve(size_kib: int) -> None:
         memory=memory,
         me=info("p", size_kib),
         generation_of=memory.generation_of,
-        transports=[make() for make in makers()],
+        transports=[kind.transport() for kind in kinds],
         on_end=lambda _key, _reason: None,
     )
     listener = socket.create_server(("127.0.0.1", 0))
@@ -108,10 +110,9 @@ async def serve(size_kib: int) -> None:
 class Peer:
     """The owner's process as the measuring one sees it."""
 
-    def __init__(self, size_kib: int) -> None:
-        self.size_kib = size_kib
+    def __init__(self, size_kib: int, owner: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", str(size_kib)],
+            [sys.executable, __file__, "--serve", str(size_kib), "--owner", str(owner)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -162,10 +163,10 @@ def summary(seconds: list[float], unit: Callable[[float], float]) -> str:
     return f"{statistics.median(values):8.2f} [{values[0]:.2f} .. {values[-1]:.2f}]"
 
 
-def memory_copy(source: ByteMemory, memory: ByteMemory, count: int) -> float:
+def memory_copy(source: ByteMemory, memory: ByteMemory, count: int, start: int = 0) -> float:
     """Seconds for `count` blocks from one part of this process's memory to another."""
     started = time.perf_counter()
-    for i in range(count):
+    for i in range(start, start + count):
         memory.block(BlockId(i))[:] = source.block(BlockId(i))
     return time.perf_counter() - started
 
@@ -173,20 +174,23 @@ def memory_copy(source: ByteMemory, memory: ByteMemory, count: int) -> float:
 class Measurement:
     """One transport's times at one block size."""
 
-    def __init__(self, make: Callable[[], Transport], memory: ByteMemory, size_kib: int) -> None:
-        self.transport = make()
+    def __init__(self, kind: StreamKind, peer: Peer, memory: ByteMemory, size_kib: int) -> None:
+        self.label = kind.label
+        self.peer = peer
+        self.transport = kind.transport()
         self.memory = memory
         self.me, receiver = info("d", size_kib), info("r", size_kib)
         # What a transport keeps of its peers belongs to one thread and one worker: so the receiver
         # has its own, and is another.
-        self.receiver = KVReceiver(memory=memory, me=receiver, transports=[make()])
+        self.receiver = KVReceiver(memory=memory, me=receiver, transports=[kind.transport()])
         self.receiver_info = receiver
         self.fetch: list[float] = []
         self.whole: list[float] = []
         self.one: list[float] = []
 
-    async def round(self, peer: Peer, count: int) -> None:
+    async def round(self, count: int) -> None:
         """One transfer on a session of its own, one whole hand-off, and some single blocks."""
+        peer = self.peer
         self.fetch += await self._fetches(peer, count, count)
         places = [BlockId(i) for i in range(count)]
         key = peer.open(self.receiver_info, count)
@@ -217,21 +221,28 @@ async def measure(size_kib: int, rounds: int) -> None:
     # Both begin at a page, as the arenas of workers do: copies between odd addresses are slower.
     memory, source = (ByteMemory(count, size, shared=True) for _ in range(2))
     source.fill(2)
-    peer = Peer(size_kib)
-    measured = [Measurement(make, memory, size_kib) for make in makers()]
+    peers = [Peer(size_kib, owner) for owner in range(len(owners()))]
+    measured = [
+        Measurement(kind, peer, memory, size_kib)
+        for peer, kinds in zip(peers, owners(), strict=True)
+        for kind in kinds
+    ]
     for measurement in measured:
         await measurement.receiver.start()
-    plain, copied, one_plain = [], [], []
+    plain, copied, one_plain, one_copied = [], [], [], []
     for _ in range(rounds):
-        plain.append(plain_copy(peer, memory, count))
+        plain.append(plain_copy(peers[0], memory, count))
         copied.append(memory_copy(source, memory, count))
         for measurement in measured:
-            await measurement.round(peer, count)
-        one_plain += [plain_copy(peer, memory, 1) for _ in range(20)]
+            await measurement.round(count)
+        one_plain += [plain_copy(peers[0], memory, 1) for _ in range(20)]
+        # Each another block, as with a transport: one that was just copied is in the cache.
+        one_copied += [memory_copy(source, memory, 1, start=i) for i in range(20)]
     for measurement in measured:
         await measurement.receiver.close()
         await measurement.transport.close()
-    peer.close()
+    for peer in peers:
+        peer.close()
 
     def speed(seconds: float) -> float:
         return count * size / seconds / 1e9
@@ -244,15 +255,16 @@ async def measure(size_kib: int, rounds: int) -> None:
 
     print(f"{size_kib} KiB x {count}, n={rounds}; GB/s, then microseconds for one block")
     print(f"  plain socket {summary(plain, speed)}   one {summary(one_plain, micros)}")
-    print(f"  memory copy  {summary(copied, speed)}")
+    print(f"  memory copy  {summary(copied, speed)}   one {summary(one_copied, micros)}")
     for measurement in measured:
         print(
-            f"  {measurement.transport.name}: fetch {summary(measurement.fetch, speed)}"
+            f"  {measurement.label}: fetch {summary(measurement.fetch, speed)}"
             f" = {ratio(plain, measurement.fetch)} of plain,"
             f" {ratio(copied, measurement.fetch)} of a copy;"
             f" whole hand-off {summary(measurement.whole, speed)};"
             f" one {summary(measurement.one, micros)}"
-            f" = {ratio(measurement.one, one_plain)} of plain",
+            f" = {ratio(measurement.one, one_plain)} of plain,"
+            f" {ratio(measurement.one, one_copied)} of a copy",
             flush=True,
         )
 
@@ -261,12 +273,14 @@ def main() -> None:
     """Measure every size, or serve one as the other process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--serve", type=int)
+    parser.add_argument("--owner", type=int, default=0)
+    parser.add_argument("--size", type=int, action="append", help="KiB", choices=SIZES_KIB)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     if arguments.serve is not None:
-        asyncio.run(serve(arguments.serve))
+        asyncio.run(serve(arguments.serve, owners()[arguments.owner]))
         return
-    for size_kib in SIZES_KIB:
+    for size_kib in arguments.size or SIZES_KIB:
         asyncio.run(measure(size_kib, arguments.rounds))
 
 
