@@ -6,7 +6,9 @@
 A colocated and a split server with the default model in fp32 and one thread for each worker, asked
 in turns, one request at a time, each pair with the same fresh prompt; whoever goes second changes
 from round to round. Every prompt is handed over, also those that would be computed on decode by
-default. Both servers compute in chunks of the same size.
+default. Both servers compute in chunks of the same size. Beside it stands what the split server's
+metrics say of the same prompts: how long decode waited after the last chunk, from the last grant to
+VALID, and how long the whole fetch took, the prompt's computation included.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -49,7 +52,20 @@ SPLIT = (
 )
 
 Clients = Mapping[Side, httpx.AsyncClient]
-Pairs = Mapping[int, Sequence[tuple[float, float]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One prompt, asked of both; seconds."""
+
+    colocated: float
+    split: float
+    wait: float
+    """Of decode, after the last chunk."""
+    fetch: float
+
+
+Pairs = Mapping[int, Sequence[Pair]]
 
 
 async def first_token_s(client: httpx.AsyncClient, prompt: Sequence[int]) -> float:
@@ -70,27 +86,53 @@ async def first_token_s(client: httpx.AsyncClient, prompt: Sequence[int]) -> flo
     return heard.times[0] - started
 
 
-async def in_turns(clients: Clients, rounds: int, lengths: Sequence[int], seed: int) -> Pairs:
-    """(colocated, split) seconds by prompt length; the first round of all is left out."""
+async def in_turns(
+    clients: Clients, server: BatonServer, rounds: int, lengths: Sequence[int], seed: int
+) -> Pairs:
+    """By prompt length; `server` is the split one. The first round of all is left out."""
     rng = random.Random(seed)
-    pairs: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    pairs: dict[int, list[Pair]] = defaultdict(list)
+    wait, fetch = await waited_and_fetched_s(server)
     for number, order in turns(rounds + 1):
         for length in lengths:
             prompt = rng.choices(range(300, 20_000), k=length)
             seconds = {side: await first_token_s(clients[side], prompt) for side in order}
+            wait_before, fetch_before = wait, fetch
+            wait, fetch = await waited_and_fetched_s(server)
+            pair = Pair(
+                colocated=seconds["A"],
+                split=seconds["B"],
+                wait=wait - wait_before,
+                fetch=fetch - fetch_before,
+            )
             if number > 0:
-                pairs[length].append((seconds["A"], seconds["B"]))
+                pairs[length].append(pair)
     return pairs
 
 
-def line(transport: str, length: int, pairs: Sequence[tuple[float, float]]) -> str:
-    """Medians of both, and the median and quartiles of what was added within a pair."""
-    colocated, split = ([1e3 * pair[side] for pair in pairs] for side in (0, 1))
-    added = [b - a for a, b in zip(colocated, split, strict=True)]
-    low, middle, high = statistics.quantiles(added, n=4, method="inclusive")
+async def waited_and_fetched_s(server: BatonServer) -> tuple[float, float]:
+    """Of all prompts so far."""
+    now = await asyncio.to_thread(server.scrape)
     return (
-        f"{transport:<10}{length:>8}{len(pairs):>5}{statistics.median(colocated):>11.1f}"
-        f"{statistics.median(split):>9.1f}{middle:>+9.1f}   [{low:+.1f}, {high:+.1f}]"
+        now.value("baton_handoff_wait_seconds_sum"),
+        now.value("baton_handoff_fetch_seconds_sum"),
+    )
+
+
+def line(transport: str, length: int, pairs: Sequence[Pair]) -> str:
+    """Medians of both, and the median and quartiles of what was added within a pair."""
+    added = [1e3 * (pair.split - pair.colocated) for pair in pairs]
+    low, middle, high = statistics.quantiles(added, n=4, method="inclusive")
+    waits = [1e3 * pair.wait for pair in pairs]
+    low_wait, middle_wait, high_wait = statistics.quantiles(waits, n=4, method="inclusive")
+    colocated, split, fetch = (
+        1e3 * statistics.median(seconds)
+        for seconds in zip(*((one.colocated, one.split, one.fetch) for one in pairs), strict=True)
+    )
+    return (
+        f"{transport:<10}{length:>8}{len(pairs):>5}{colocated:>11.1f}{split:>9.1f}{middle:>+9.1f}"
+        f"   {f'[{low:+.1f}, {high:+.1f}]':<20}{middle_wait:>7.2f}"
+        f"   {f'[{low_wait:.2f}, {high_wait:.2f}]':<18}{fetch:>8.1f}"
     )
 
 
@@ -102,7 +144,7 @@ async def measure(
         httpx.AsyncClient(base_url=colocated.base_url, timeout=HANG_S) as one,
         httpx.AsyncClient(base_url=split.base_url, timeout=HANG_S) as other,
     ):
-        pairs = await in_turns({"A": one, "B": other}, rounds, lengths, seed)
+        pairs = await in_turns({"A": one, "B": other}, split, rounds, lengths, seed)
     placed = split.scrape().by_label("baton_prompts_placed_total", "place")
     if set(placed) != {"remote"}:
         raise RuntimeError(f"not all prompts were handed over: {placed}")
@@ -128,7 +170,7 @@ def main() -> None:
         colocated = _started(stack, directory / "colocated", "colocated", COMMON)
         say(f"seed {arguments.seed}; first token, medians in ms")
         names = f"{'transport':<10}{'prompt':>8}{'n':>5}{'colocated':>11}{'split':>9}{'added':>9}"
-        say(f"{names}   quartiles")
+        say(f"{names}   {'quartiles':<20}{'wait':>7}   {'quartiles':<18}{'fetch':>8}")
         for transport in arguments.transport or runnable(TRANSPORTS):
             with ExitStack() as one:
                 settings = (*SPLIT, f"transfer.transport={transport}")
