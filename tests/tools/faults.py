@@ -19,7 +19,7 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import Literal, get_args
 
 import psutil
 
@@ -63,7 +63,7 @@ class Faults:
     async def run(self, num_decks: int | None = None) -> None:
         """One fault after the other; pauses last while others go on."""
         async with asyncio.TaskGroup() as pauses:
-            for _ in itertools.count() if num_decks is None else range(num_decks):
+            for number in itertools.count() if num_decks is None else range(num_decks):
                 deck = [card for card in _DECK if card[0] != "cut" or can_cut()]
                 for card in self._rng.sample(deck, len(deck)):
                     # The load has a pace; nothing is waited for.
@@ -72,6 +72,10 @@ class Faults:
                         await self._cut(card[1])
                     else:
                         self._hit(card[0], card[1], pauses)
+                # One of each link at least, however long it takes until there is one to cut.
+                for link in get_args(Link) if can_cut() else ():
+                    while self.done[f"cut {link}"] <= number:
+                        await self._cut(link)
 
     async def _cut(self, link: Link) -> None:
         done = await cut_one(self._server, link, self._rng)
