@@ -87,7 +87,7 @@ async def first_token_s(client: httpx.AsyncClient, prompt: Sequence[int]) -> flo
 
 
 async def in_turns(
-    clients: Clients, server: BatonServer, rounds: int, lengths: Sequence[int], seed: int
+    clients: Clients, server: BatonServer, rounds: int, lengths: Sequence[int], seed: str
 ) -> Pairs:
     """By prompt length; `server` is the split one. The first round of all is left out."""
     rng = random.Random(seed)
@@ -137,7 +137,7 @@ def line(transport: str, length: int, pairs: Sequence[Pair]) -> str:
 
 
 async def measure(
-    colocated: BatonServer, split: BatonServer, rounds: int, lengths: Sequence[int], seed: int
+    colocated: BatonServer, split: BatonServer, rounds: int, lengths: Sequence[int], seed: str
 ) -> Pairs:
     """Both servers in turns; RuntimeError if not every prompt was handed over."""
     async with (
@@ -175,7 +175,9 @@ def main() -> None:
             with ExitStack() as one:
                 settings = (*SPLIT, f"transfer.transport={transport}")
                 split = _started(one, directory / transport, "local", settings)
-                pairs = asyncio.run(measure(colocated, split, rounds, lengths, arguments.seed))
+                # The colocated server is the same for all, and must not find an earlier prompt.
+                seed = f"{arguments.seed} {transport}"
+                pairs = asyncio.run(measure(colocated, split, rounds, lengths, seed))
             say("\n".join(line(transport, length, found) for length, found in pairs.items()))
 
 
