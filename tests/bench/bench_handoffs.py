@@ -1,11 +1,12 @@
-"""Every hand-off of many, of mixed length, gives the tokens that a colocated worker gives.
+"""Every hand-off of many, of mixed length, gives the text that a colocated worker gives.
 
     python -m tests.bench.bench_handoffs --transport tcp --requests 1000
     python -m tests.bench.bench_handoffs --transport shm --requests 50 --model default
 
 Two prefill and two decode workers in fp32, behind HTTP; each prompt is asked once, alone, of a
 colocated worker in this process, and once of the server, many at a time. Exits with 1 unless all
-texts are the same, each prompt that was to be handed over was, and nothing is held at the end.
+texts and their numbers of tokens are the same, each prompt that was to be handed over was, and
+nothing is held at the end.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from configs.schema import TransferSettings
 from tests.tools.baton_server import BatonServer
 from tests.tools.bench_process import bench_directory, model_for, runnable, say
 from tests.tools.chaos import is_quiet
-from tests.tools.golden import golden_texts, greedy_or_sampled
+from tests.tools.golden import Answer, golden_answers, greedy_or_sampled
 from tests.tools.hearing import Heard, hear
 from tests.tools.scrape import Scrape
 
@@ -83,7 +84,7 @@ def make_bodies(rng: random.Random, number: int) -> list[dict[str, Any]]:
 
 
 async def ask_all(
-    server: BatonServer, bodies: Sequence[dict[str, Any]], texts: Sequence[str], at_once: int
+    server: BatonServer, bodies: Sequence[dict[str, Any]], answers: Sequence[Answer], at_once: int
 ) -> Result:
     """Ask everything, `at_once` at a time, and compare."""
     endings: Counter[str] = Counter()
@@ -92,20 +93,21 @@ async def ask_all(
     started = time.monotonic()
     step = max(1, len(bodies) // 10)
 
-    async def one(client: httpx.AsyncClient, body: dict[str, Any], text: str) -> None:
+    async def one(client: httpx.AsyncClient, body: dict[str, Any], answer: Answer) -> None:
         heard = Heard()
         async with places:
             await hear(client, body, heard, time.monotonic)
         endings[heard.ending] += 1
-        if heard.ending == "finished" and heard.text != text:
-            wrong.append(f"{heard.text!r}, not {text!r}: seed {body['seed']}")
+        if heard.ending == "finished" and not answer.is_that_of(heard):
+            said = f"{heard.text!r} of {heard.num_tokens} tokens"
+            wrong.append(f"{said}, not {answer}: seed {body['seed']}")
         if endings.total() % step == 0:
             say(f"{time.monotonic() - started:6.0f} s: {dict(endings)}, {len(wrong)} wrong")
 
     async with httpx.AsyncClient(
         base_url=server.base_url, timeout=HANG_S, limits=httpx.Limits(max_connections=None)
     ) as client:
-        await asyncio.gather(*map(one, [client] * len(bodies), bodies, texts))
+        await asyncio.gather(*map(one, [client] * len(bodies), bodies, answers))
     seconds = time.monotonic() - started
     last = await asyncio.to_thread(server.wait_for, is_quiet, timeout_s=60, what="quiet")
     remote = last.value("baton_prompts_placed_total", place="remote")
@@ -123,7 +125,7 @@ def report(result: Result) -> bool:
         ("baton_handoff_failures_total", "error"),
     ):
         say(f"{name}: {result.scrape.by_label(name, label)}")
-    say(f"texts that are not the colocated worker's: {len(result.wrong)} {result.wrong[:3] or ''}")
+    say(f"answers that are not the colocated one's: {len(result.wrong)} {result.wrong[:3] or ''}")
     say(f"held at the end: {result.scrape.held() or 'nothing'}")
     all_finished = result.endings == Counter({"finished": num_asked})
     return all_finished and not result.wrong and result.remote == num_asked
@@ -143,14 +145,14 @@ def main() -> None:
     with bench_directory() as directory:
         model = model_for(arguments.model, directory)
         overrides = (f"model.source={model}", *COMMON, "decode.engine.threads=1")
-        texts = asyncio.run(golden_texts(overrides, bodies))
+        answers = asyncio.run(golden_answers(overrides, bodies))
         for transport in arguments.transport or runnable(TRANSPORTS):
             say(f"--- {transport}, {arguments.model} model, seed {arguments.seed}")
             settings = settings_for(model, transport)
             with BatonServer.started(directory, preset="split-2p2d", settings=settings) as server:
-                result = asyncio.run(ask_all(server, bodies, texts, arguments.at_once))
+                result = asyncio.run(ask_all(server, bodies, answers, arguments.at_once))
             is_right = report(result) and is_right
-    say("all texts are the same" if is_right else "NOT ALL AS IT MUST BE")
+    say("all texts and token counts are the same" if is_right else "NOT ALL AS IT MUST BE")
     sys.exit(0 if is_right else 1)
 
 

@@ -3,9 +3,10 @@
     python -m tests.bench.bench_resume --rounds 10
     python -m tests.bench.bench_resume --case "killed, another is there"
 
-The default model in fp32; greedy and sampled streams in turns. The text is compared with that of a
-colocated worker that nothing happened to; the pause is the longest gap between two pieces of text
-that the client saw, and beside it stands the median gap of the same stream.
+The default model in fp32; greedy and sampled streams in turns. The text and its number of tokens
+are compared with those of a colocated worker that nothing happened to; the pause is the longest gap
+between two pieces of text that the client saw, and beside it stands the median gap of the same
+stream.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.fakes.until import until
 from tests.tools.baton_server import MODEL, BatonServer
 from tests.tools.bench_process import bench_directory, say
 from tests.tools.faults import stopped
-from tests.tools.golden import golden_texts, greedy_or_sampled
+from tests.tools.golden import Answer, golden_answers, greedy_or_sampled
 from tests.tools.hearing import Heard, hear
 from tests.tools.scrape import Scrape
 
@@ -74,12 +75,16 @@ class Round:
 
     pause_s: float
     gap_s: float
+    is_greedy: bool
     is_same: bool
     ending: str
 
 
-def bodies(rounds: int) -> list[dict[str, Any]]:
-    """Greedy and sampled requests in turns, of prompts that are handed over."""
+def bodies(rounds: int, seed: int) -> list[dict[str, Any]]:
+    """Greedy and sampled requests in turns, of prompts that are handed over.
+
+    Those of another seed have other prompts, and draw by other seeds of their own.
+    """
     days = [f"Day {day}: the keeper saw {day * 3} ships." for day in range(1, 16)]
     return [
         {
@@ -91,11 +96,11 @@ def bodies(rounds: int) -> list[dict[str, Any]]:
             "ignore_eos": True,
             "stream": True,
         }
-        for number in range(rounds)
+        for number in range(seed, seed + rounds)
     ]
 
 
-async def one_round(server: BatonServer, case: Case, body: dict[str, Any], text: str) -> Round:
+async def one_round(server: BatonServer, case: Case, body: dict[str, Any], answer: Answer) -> Round:
     """Hit the worker of one stream; returns once all workers are back."""
     await asyncio.to_thread(server.wait_for, _all_there(case), timeout_s=HANG_S, what="all there")
     heard = Heard()
@@ -118,7 +123,8 @@ async def one_round(server: BatonServer, case: Case, body: dict[str, Any], text:
     return Round(
         pause_s=max(gaps[num_before - 1 :]),
         gap_s=statistics.median(gaps),
-        is_same=heard.text == text,
+        is_greedy=body["temperature"] == 0,
+        is_same=heard.ending == "finished" and answer.is_that_of(heard),
         ending=heard.ending,
     )
 
@@ -142,41 +148,49 @@ def _cpu_s(pid: int) -> float:
     return float(times.user + times.system)
 
 
-async def _measure(directory: Path, cases: Sequence[Case], rounds: int) -> None:
-    asked = bodies(rounds)
-    texts = await golden_texts(COMMON, asked)
+async def _measure(directory: Path, cases: Sequence[Case], asked: Sequence[dict[str, Any]]) -> None:
+    answers = await golden_answers(COMMON, asked)
     for case in cases:
         replicas = (f"decode.replicas={case.replicas}",)
         with BatonServer.started(directory, settings=SETTINGS, more=replicas) as server:
             found = []
-            for body, text in zip(asked, texts, strict=True):
-                found.append(await one_round(server, case, body, text))
+            for body, answer in zip(asked, answers, strict=True):
+                found.append(await one_round(server, case, body, answer))
             lost = server.scrape().by_label("baton_lost_attempts_total", "cause")
         say(_line(case, found) + f"   lost: {lost}")
 
 
 def _line(case: Case, found: Sequence[Round]) -> str:
     pauses = [one.pause_s for one in found]
-    same = sum(one.is_same and one.ending == "finished" for one in found)
+    same = f"{_same(found, is_greedy=True)} greedy, {_same(found, is_greedy=False)} sampled"
     others = sorted({one.ending for one in found} - {"finished"})
     return (
         f"{case.name:<40}{len(found):>4}{statistics.median(pauses):>9.2f}{max(pauses):>9.2f}"
-        f"{statistics.median(one.gap_s for one in found):>9.3f}   same text {same}/{len(found)}"
+        f"{statistics.median(one.gap_s for one in found):>9.3f}   same {same}"
         f"{' ' + str(others) if others else ''}"
     )
+
+
+def _same(found: Sequence[Round], *, is_greedy: bool) -> str:
+    """How many streams of a kind had the right text, of how many."""
+    kind = [one.is_same for one in found if one.is_greedy is is_greedy]
+    return f"{sum(kind)}/{len(kind)}"
 
 
 def main() -> None:
     """Print a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=4, help="streams for each case")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES])
     arguments = parser.parse_args()
     cases = [case for case in CASES if not arguments.case or case.name in arguments.case]
     with bench_directory() as directory:
+        say(f"seed {arguments.seed}, {arguments.rounds} streams for each case, fp32")
         what = "what happens to its decode worker"
         say(f"{what:<40}{'n':>4}{'pause':>9}{'worst':>9}{'gap':>9}   s")
-        asyncio.run(_measure(directory, cases, arguments.rounds))
+        asked = bodies(arguments.rounds, arguments.seed)
+        asyncio.run(_measure(directory, cases, asked))
 
 
 if __name__ == "__main__":

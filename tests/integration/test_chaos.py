@@ -59,17 +59,18 @@ async def test_a_wrong_token_would_be_seen(tiny_model: str) -> None:
     config = replace(CONFIG, num_asks=2, num_clients=1, leaving=0.0)
     right, other = await make_asks(tiny_model, config)
     overrides = (f"model.source={tiny_model}", "model.name=served", "model.dtype=fp32")
+    one_more = replace(right.answer, num_tokens=right.answer.num_tokens + 1)
+    wrong = (other.answer, replace(right.answer, text=""), one_more)
     async with colocated_client(overrides) as client:
         crowds = [
             await one_answer(client, asked, config)
-            for asked in (right, replace(right, text=other.text), replace(right, text=""))
+            for asked in (right, *(replace(right, answer=answer) for answer in wrong))
         ]
 
     assert all(crowd.endings["finished"] > 0 for crowd in crowds)
     assert [len(crowd.wrong) for crowd in crowds] == [
         0,
-        crowds[1].num_requests,
-        crowds[2].num_requests,
+        *(crowd.num_requests for crowd in crowds[1:]),
     ]
 
 

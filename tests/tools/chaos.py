@@ -1,7 +1,8 @@
 """Load, faults, clients that leave and pools that are always full; then silence, and the sums.
 
-Every prompt has one right text, whatever happens to the workers that make it: greedy or sampled
-with a seed, in fp32. A client that is answered anything else, part of an answer included, is shown.
+Every prompt has one right text of so many tokens, whatever happens to the workers that make it:
+greedy or sampled with a seed, in fp32. A client that is answered anything else, part of an answer
+included, is shown.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import httpx
 
 from tests.tools.baton_server import BatonServer
 from tests.tools.faults import FAULTY_SETTINGS, Faults
-from tests.tools.golden import golden_texts, greedy_or_sampled
+from tests.tools.golden import Answer, golden_answers, greedy_or_sampled
 from tests.tools.hearing import Heard, hear
 from tests.tools.scrape import Scrape
 
@@ -69,7 +70,7 @@ class Ask:
     """A tenant's request, and the only right answer to it."""
 
     body: dict[str, Any]
-    text: str
+    answer: Answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +145,8 @@ async def make_asks(model: str, config: ChaosConfig) -> list[Ask]:
         f"model.max_model_len={config.window}",
         "decode.engine.threads=1",
     )
-    texts = await golden_texts(overrides, bodies)
-    return [Ask(body=body, text=text) for body, text in zip(bodies, texts, strict=True)]
+    answers = await golden_answers(overrides, bodies)
+    return [Ask(body=body, answer=answer) for body, answer in zip(bodies, answers, strict=True)]
 
 
 def _body(rng: random.Random, config: ChaosConfig, number: int) -> dict[str, Any]:
@@ -278,8 +279,10 @@ class Crowd:
             await asyncio.sleep(AFTER_FAILURE_S)  # as a client would, before it tries again
 
     def _judge(self, ask: Ask, body: dict[str, Any], heard: Heard, ending: str) -> None:
-        is_whole = ending == "finished"
-        is_right = heard.text == ask.text if is_whole else ask.text.startswith(heard.text)
+        if ending == "finished":
+            is_right = ask.answer.is_that_of(heard)
+        else:
+            is_right = ask.answer.text.startswith(heard.text)
         if not is_right or ending.startswith("broken"):
             what = {key: body[key] for key in ("seed", "temperature", "stream", "max_tokens")}
-            self.wrong.append(f"{ending}: {heard.text!r}, not {ask.text!r}; {what} {heard}")
+            self.wrong.append(f"{ending}: {heard.text!r}, not {ask.answer}; {what} {heard}")

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -28,10 +29,25 @@ from workers.assembly import build_decode_worker
 from workers.decode import DecodeWorker
 from workers.messages import GenerateRequest, WorkerEvent
 
-__all__ = ["colocated_client", "golden_texts", "greedy_or_sampled"]
+__all__ = ["Answer", "colocated_client", "golden_answers", "golden_texts", "greedy_or_sampled"]
 
 _POOL = "local"
 _HANG_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a request is to be answered.
+
+    No token ids come over HTTP, and other tokens may have the same text: their number counts too.
+    """
+
+    text: str
+    num_tokens: int
+
+    def is_that_of(self, heard: Heard) -> bool:
+        """Whether this is what a client has heard, to the end."""
+        return (heard.text, heard.num_tokens) == (self.text, self.num_tokens)
 
 
 def greedy_or_sampled(number: int) -> dict[str, float]:
@@ -94,15 +110,23 @@ async def _no_peers() -> Sequence[WorkerSnapshot]:
 
 
 async def golden_texts(overrides: Sequence[str], bodies: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The text of each request's one choice, in order; AssertionError if one has none.
+    """As `golden_answers`, the texts alone."""
+    return [answer.text for answer in await golden_answers(overrides, bodies)]
+
+
+async def golden_answers(
+    overrides: Sequence[str], bodies: Sequence[Mapping[str, Any]]
+) -> list[Answer]:
+    """Each request's one choice, in order; AssertionError if one has none.
 
     Each is asked under a salt of its own, so that none is made of another one's KV.
     """
-    texts = []
+    answers = []
     async with colocated_client(overrides) as client:
         for number, body in enumerate(bodies):
             heard = Heard()
             await hear(client, {**body, "cache_salt": f"golden-{number}"}, heard, time.monotonic)
             assert heard.ending == "finished", heard
-            texts.append(heard.text)
-    return texts
+            assert heard.num_tokens is not None, heard
+            answers.append(Answer(text=heard.text, num_tokens=heard.num_tokens))
+    return answers

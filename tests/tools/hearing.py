@@ -21,6 +21,8 @@ class Heard:
 
     status: int | None = None
     text: str = ""
+    num_tokens: int | None = None
+    """Of the text, as the server has counted them: it says so at the end."""
     finish_reasons: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     """Codes of the error body, or of error events."""
@@ -47,6 +49,8 @@ class Heard:
         if "error" in answer:
             self.errors.append(str(answer["error"]["code"]))
             return
+        if answer.get("usage") is not None:
+            self.num_tokens = answer["usage"]["completion_tokens"]
         for choice in answer["choices"]:
             if choice["text"]:
                 self.text += choice["text"]
@@ -62,6 +66,8 @@ async def hear(
 
     Raises `httpx.TransportError` where the connection breaks.
     """
+    if body.get("stream"):
+        body = {**body, "stream_options": {"include_usage": True}}
     async with client.stream("POST", _PATH, json=body) as response:
         heard.status = response.status_code
         if response.status_code != httpx.codes.OK or not body.get("stream"):
