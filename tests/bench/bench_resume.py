@@ -6,7 +6,7 @@
 The default model in fp32; greedy and sampled streams in turns. The text and its number of tokens
 are compared with those of a colocated worker that nothing happened to; the pause is the longest gap
 between two pieces of text that the client saw, and beside it stands the median gap of the same
-stream.
+stream. Exits with 1 unless all are the same.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import asyncio
 import os
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -148,7 +149,9 @@ def _cpu_s(pid: int) -> float:
     return float(times.user + times.system)
 
 
-async def _measure(directory: Path, cases: Sequence[Case], asked: Sequence[dict[str, Any]]) -> None:
+async def _measure(directory: Path, cases: Sequence[Case], asked: Sequence[dict[str, Any]]) -> bool:
+    """Print a line for each case; whether every text was the right one."""
+    is_right = True
     answers = await golden_answers(COMMON, asked)
     for case in cases:
         replicas = (f"decode.replicas={case.replicas}",)
@@ -158,6 +161,8 @@ async def _measure(directory: Path, cases: Sequence[Case], asked: Sequence[dict[
                 found.append(await one_round(server, case, body, answer))
             lost = server.scrape().by_label("baton_lost_attempts_total", "cause")
         say(_line(case, found) + f"   lost: {lost}")
+        is_right &= all(one.is_same for one in found)
+    return is_right
 
 
 def _line(case: Case, found: Sequence[Round]) -> str:
@@ -190,7 +195,8 @@ def main() -> None:
         what = "what happens to its decode worker"
         say(f"{what:<40}{'n':>4}{'pause':>9}{'worst':>9}{'gap':>9}   s")
         asked = bodies(arguments.rounds, arguments.seed)
-        asyncio.run(_measure(directory, cases, asked))
+        is_right = asyncio.run(_measure(directory, cases, asked))
+    sys.exit(0 if is_right else 1)
 
 
 if __name__ == "__main__":
