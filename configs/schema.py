@@ -102,7 +102,7 @@ class ModelSettings(_Group):
     name: Name | None = None
     """What clients call the model; null takes the last part of source."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of weights and KV; auto is bf16 where the device multiplies it in hardware, else fp32."""
+    """Of weights and KV; auto is bf16 on a GPU and on a CPU with AMX, else fp32."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where weights and KV lie; each worker has its own GPU, or its share of one."""
     max_model_len: Count | None = None

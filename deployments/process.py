@@ -21,10 +21,11 @@ _OWN_ADDRESSES: Mapping[str, str] = MappingProxyType(
 """Groups of settings whose host differs from pod to pod, and where a pod's environment has it."""
 _WAITING = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"})
 """What says how OpenMP's threads wait; a user who sets either has decided."""
-_SPIN_BRIEFLY: Mapping[str, str] = MappingProxyType({"GOMP_SPINCOUNT": "5000"})
+_SPIN_BRIEFLY: Mapping[str, str] = MappingProxyType({"GOMP_SPINCOUNT": "20000"})
 """A forward pass has hundreds of parallel parts a few microseconds apart: a thread that sleeps
-between them wakes too late (a step of one token took 1.8 times as long). This is some tenths of a
-millisecond, enough for the way from one part to the next, and little where the core is wanted."""
+between them wakes too late (a step of one token took 1.8 times as long). This is about a
+millisecond, enough for the way from one part to the next also in bf16, and little where the core is
+wanted."""
 _SLEEP_AT_ONCE: Mapping[str, str] = MappingProxyType({"OMP_WAIT_POLICY": "PASSIVE"})
 """Threads that spin on cores that others need slow all of them down many times."""
 _SWITCH_INTERVAL_S = 0.0005

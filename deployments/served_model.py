@@ -11,7 +11,7 @@ from deployments.front_service import ServedModel
 from deployments.openai.models import ModelCard, SamplingDefaults
 from deployments.text.chat import ChatEncoder
 from deployments.text.tokenizer import TextTokenizer
-from workers.host import has_bf16_cpu
+from workers.host import is_faster_in_bf16
 from workers.models.facts import read_facts
 from workers.models.generation_config import read_eos_token_ids, read_generation_defaults
 from workers.models.store import ModelStore, default_cache_dir
@@ -29,7 +29,7 @@ def read_served_model(settings: Settings, environ: Mapping[str, str]) -> ServedM
     """
     cache_dir = default_cache_dir(environ)
     path = ModelStore(cache_dir).resolve(settings.model.source).path
-    facts = read_facts(path, settings.model, has_bf16_cpu=has_bf16_cpu())
+    facts = read_facts(path, settings.model, is_faster_in_bf16=is_faster_in_bf16())
     defaults = read_generation_defaults(path)
     executor = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
     window = settings.model.max_model_len or facts.context_length

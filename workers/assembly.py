@@ -37,7 +37,7 @@ from workers.engine.scheduler import Scheduler
 from workers.engine.scheduler_config import SchedulerConfig
 from workers.errors import WorkerError
 from workers.handoff import PrefillService
-from workers.host import available_cores, gpu_outlook, has_bf16_cpu, rdma_outlook
+from workers.host import available_cores, gpu_outlook, is_faster_in_bf16, rdma_outlook
 from workers.models.facts import facts_from_info
 from workers.models.loading import ModelInfo, load_model_info
 from workers.models.store import ModelStore, default_cache_dir
@@ -72,7 +72,7 @@ def survey(settings: Settings, environ: Mapping[str, str]) -> Site:
     gpus = gpu_outlook(settings.model)
     plan = planning.plan(
         settings,
-        facts_from_info(info, settings.model, has_bf16_cpu=has_bf16_cpu()),
+        facts_from_info(info, settings.model, is_faster_in_bf16=is_faster_in_bf16()),
         cores=available_cores(),
         shares_memory=can_share_memory(),
         rdma=rdma,

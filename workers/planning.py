@@ -125,14 +125,14 @@ class DeploymentPlan:
         return all(check.ok for check in self.checks)
 
 
-def resolve_dtype(model: ModelSettings, *, has_bf16_cpu: bool) -> tuple[str, int]:
+def resolve_dtype(model: ModelSettings, *, is_faster_in_bf16: bool) -> tuple[str, int]:
     """The dtype of weights and KV, in torch's spelling, and the bytes of one element.
 
-    `has_bf16_cpu` says whether this CPU multiplies bf16 in hardware; without it fp32 is faster.
+    `is_faster_in_bf16` is about this CPU.
     """
     dtype = model.dtype
     if dtype == "auto":
-        dtype = "bf16" if model.device == "cuda" or has_bf16_cpu else "fp32"
+        dtype = "bf16" if model.device == "cuda" or is_faster_in_bf16 else "fp32"
     return ("float32", 4) if dtype == "fp32" else ("bfloat16", 2)
 
 

@@ -245,7 +245,7 @@ def _windows(token_ids: Sequence[int], window_tokens: int) -> Iterator[Sequence[
 def _load_scorer(path: Path, info: ModelInfo, dtype: str, options: QualityOptions) -> Scorer:
     """The engine's runner in a dtype, over a pool of one window."""
     settings = ModelSettings.model_validate({"dtype": dtype})
-    facts = facts_from_info(info, settings, has_bf16_cpu=False)
+    facts = facts_from_info(info, settings, is_faster_in_bf16=False)
     layout = kv_layout(facts, block_size=_BLOCK_SIZE, max_model_len=options.window_tokens)
     runner, _ = build_runner(
         path,

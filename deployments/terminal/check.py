@@ -16,7 +16,7 @@ from workers.host import (
     available_bytes,
     available_cores,
     gpu_outlook,
-    has_bf16_cpu,
+    is_faster_in_bf16,
     rdma_outlook,
 )
 from workers.models.facts import find_snapshot, read_facts
@@ -42,7 +42,7 @@ def plan_for_host(settings: Settings, environ: Mapping[str, str]) -> DeploymentP
     """The plan of a start here and now; downloads nothing. Raises ModelError."""
     store = ModelStore(default_cache_dir(environ), fetch_snapshot=find_snapshot)
     path = store.resolve(settings.model.source).path
-    facts = read_facts(path, settings.model, has_bf16_cpu=has_bf16_cpu())
+    facts = read_facts(path, settings.model, is_faster_in_bf16=is_faster_in_bf16())
     is_host_memory = settings.model.device == "cpu"
     return plan(
         settings,

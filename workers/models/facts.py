@@ -36,9 +36,11 @@ that is missing here a pool is sized as if its layers saw everything; workers kn
 _STORED_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def facts_from_info(info: ModelInfo, model: ModelSettings, *, has_bf16_cpu: bool) -> ModelFacts:
+def facts_from_info(
+    info: ModelInfo, model: ModelSettings, *, is_faster_in_bf16: bool
+) -> ModelFacts:
     """The facts of a model whose weights' headers were read."""
-    dtype, element_bytes = resolve_dtype(model, has_bf16_cpu=has_bf16_cpu)
+    dtype, element_bytes = resolve_dtype(model, is_faster_in_bf16=is_faster_in_bf16)
     return ModelFacts(
         digest=info.weights_digest,
         context_length=info.context_length,
@@ -54,7 +56,7 @@ def facts_from_info(info: ModelInfo, model: ModelSettings, *, has_bf16_cpu: bool
     )
 
 
-def read_facts(path: Path, model: ModelSettings, *, has_bf16_cpu: bool) -> ModelFacts:
+def read_facts(path: Path, model: ModelSettings, *, is_faster_in_bf16: bool) -> ModelFacts:
     """The facts of the model in a directory, for sizing only, in milliseconds where possible.
 
     A configuration that leaves something to the defaults of its family is read by transformers.
@@ -65,8 +67,8 @@ def read_facts(path: Path, model: ModelSettings, *, has_bf16_cpu: bool) -> Model
         # Imported here: torch and transformers take seconds, and most models do without them.
         from workers.models.loading import load_model_info
 
-        return facts_from_info(load_model_info(path), model, has_bf16_cpu=has_bf16_cpu)
-    dtype, element_bytes = resolve_dtype(model, has_bf16_cpu=has_bf16_cpu)
+        return facts_from_info(load_model_info(path), model, is_faster_in_bf16=is_faster_in_bf16)
+    dtype, element_bytes = resolve_dtype(model, is_faster_in_bf16=is_faster_in_bf16)
     stored = _STORED_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")))
     weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     return ModelFacts(

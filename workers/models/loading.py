@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -32,18 +32,15 @@ from workers.models.store import RECORD_NAME, check_model_directory
 from workers.runner_choice import Architecture, architecture_of
 
 __all__ = [
-    "DtypeChoice",
     "GenerationDefaults",
     "ModelInfo",
     "kv_shape",
     "load_model_info",
     "load_tokenizer",
     "load_weights",
-    "pick_dtype",
     "sliding_windows_of",
 ]
 
-DtypeChoice = Literal["auto", "fp32", "bf16"]
 
 _SAMPLE_BYTES = 4096
 _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -156,23 +153,6 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             f"The tokenizer in {path} has no fast version (tokenizer.json); Baton needs one."
         )
     return tokenizer
-
-
-def pick_dtype(requested: DtypeChoice, device: torch.device | str) -> torch.dtype:
-    """The dtype to compute in: as requested, or bf16 where the device multiplies it in hardware."""
-    if requested == "fp32":
-        return torch.float32
-    if requested == "bf16":
-        return torch.bfloat16
-    kind = torch.device(device).type
-    if kind == "cuda" or (kind == "cpu" and _has_bf16_instructions()):
-        return torch.bfloat16
-    return torch.float32
-
-
-def _has_bf16_instructions() -> bool:
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def _check_directory(path: Path) -> None:

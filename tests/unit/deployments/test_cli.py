@@ -128,7 +128,11 @@ def test_check_says_how_the_model_is_run(run, model: Path) -> None:
     shown = json.loads(run("check", "local", "--json", "--set", f"model.source={model}").stdout)
 
     assert "The model is run as llama_shaped: llama is Llama-shaped." in text
-    assert shown["runner"] == {"tier": "llama_shaped", "reason": "llama is Llama-shaped"}
+    assert shown["runner"] == {
+        "tier": "llama_shaped",
+        "cause": "verified_family",
+        "reason": "llama is Llama-shaped",
+    }
 
 
 def test_check_says_which_kv_is_given_up_behind_a_window(run, model: Path) -> None:

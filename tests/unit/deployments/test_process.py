@@ -30,7 +30,7 @@ def test_where_the_environment_names_none_the_settings_hold():
 @pytest.mark.parametrize(
     ("environ", "cores", "expected"),
     [
-        ({}, 8, {"GOMP_SPINCOUNT": "5000"}),
+        ({}, 8, {"GOMP_SPINCOUNT": "20000"}),
         ({}, 2, {"OMP_WAIT_POLICY": "PASSIVE"}),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, 2, {"OMP_WAIT_POLICY": "ACTIVE"}),
         ({"GOMP_SPINCOUNT": "7"}, 8, {"GOMP_SPINCOUNT": "7"}),
@@ -52,7 +52,7 @@ def test_threads_of_workers_that_share_the_cores_spin_on_any_number_of_them(monk
     monkeypatch.setattr("sys.setswitchinterval", lambda _: None)
     environ: dict[str, str] = {}
     prepare_engine_process(load("split-2p2d", environ={}), cores=2, environ=environ)
-    assert environ == {"GOMP_SPINCOUNT": "5000"}
+    assert environ == {"GOMP_SPINCOUNT": "20000"}
 
 
 def test_a_secret_is_needed_and_its_absence_says_what_to_do():

@@ -13,7 +13,7 @@ from workers.host import (
     available_bytes,
     available_cores,
     gpu_outlook,
-    has_bf16_cpu,
+    is_faster_in_bf16,
     rdma_outlook,
 )
 
@@ -66,16 +66,16 @@ def test_memory_without_a_limit_is_the_hosts(tmp_path: Path, limit: str | None) 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
-    [("fpu avx2", False), ("fpu avx512_bf16 x", True), ("amx_bf16", True), ("avx512_bf16x", False)],
+    [("fpu avx2", False), ("fpu avx512_bf16", False), ("x amx_bf16 y", True), ("amx_bf16x", False)],
 )
 def test_bf16_is_read_from_the_cpus_flags(tmp_path: Path, flags: str, expected: bool) -> None:
     write(tmp_path, "proc/cpuinfo", f"processor : 0\nflags\t: {flags}\n")
 
-    assert has_bf16_cpu(tmp_path) is expected
+    assert is_faster_in_bf16(tmp_path) is expected
 
 
 def test_bf16_is_not_assumed_where_nothing_is_known(tmp_path: Path) -> None:
-    assert not has_bf16_cpu(tmp_path)
+    assert not is_faster_in_bf16(tmp_path)
 
 
 def test_a_package_for_rdma_that_does_not_load_is_known_where_it_would_be_used(

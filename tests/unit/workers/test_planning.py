@@ -359,7 +359,7 @@ def test_a_plan_is_ok_exactly_when_every_pool_was_asked_to_hold_the_window(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device", "has_bf16_cpu", "expected"),
+    ("dtype", "device", "is_faster_in_bf16", "expected"),
     [
         ("auto", "cpu", False, ("float32", 4)),
         ("auto", "cpu", True, ("bfloat16", 2)),
@@ -369,11 +369,11 @@ def test_a_plan_is_ok_exactly_when_every_pool_was_asked_to_hold_the_window(
     ],
 )
 def test_dtype_is_resolved_by_the_device(
-    dtype: str, device: str, has_bf16_cpu: bool, expected: tuple[str, int]
+    dtype: str, device: str, is_faster_in_bf16: bool, expected: tuple[str, int]
 ) -> None:
     model = ModelSettings.model_validate({"dtype": dtype, "device": device})
 
-    assert resolve_dtype(model, has_bf16_cpu=has_bf16_cpu) == expected
+    assert resolve_dtype(model, is_faster_in_bf16=is_faster_in_bf16) == expected
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def write_model(folder: Path, config: object, *, weight_bytes: int | None = 1000
 
 
 def facts_of(path: Path, **model: Any) -> ModelFacts:
-    return read_facts(path, ModelSettings(**model), has_bf16_cpu=False)
+    return read_facts(path, ModelSettings(**model), is_faster_in_bf16=False)
 
 
 def test_stated_sizes_are_read_without_torch(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_configuration_that_leaves_something_out_is_read_by_transformers(
 def test_facts_of_a_loaded_model_carry_its_digest() -> None:
     info: Any = StubInfo()
 
-    facts = facts_from_info(info, ModelSettings(), has_bf16_cpu=True)
+    facts = facts_from_info(info, ModelSettings(), is_faster_in_bf16=True)
 
     assert facts == ModelFacts(
         digest="w",

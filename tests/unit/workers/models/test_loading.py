@@ -15,7 +15,6 @@ from workers.models.loading import (
     load_model_info,
     load_tokenizer,
     load_weights,
-    pick_dtype,
     sliding_windows_of,
 )
 from workers.models.store import RECORD_NAME
@@ -233,34 +232,6 @@ def test_a_slow_tokenizer_is_refused(tiny_directory, monkeypatch):
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
     with pytest.raises(ModelFormatError, match=r"no fast version \(tokenizer\.json\)"):
         load_tokenizer(tiny_directory)
-
-
-# --- pick_dtype ---
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda", torch.device("cuda", 1)])
-def test_a_requested_dtype_is_taken(device):
-    assert pick_dtype("fp32", device) == torch.float32
-    assert pick_dtype("bf16", device) == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "expected"),
-    [
-        ({"avx2": True}, torch.float32),
-        ({"avx512_bf16": False, "amx_bf16": False}, torch.float32),
-        ({"avx512_bf16": True}, torch.bfloat16),
-        ({"amx_bf16": True}, torch.bfloat16),
-    ],
-)
-def test_auto_on_a_cpu_is_bf16_only_with_the_instructions(monkeypatch, capabilities, expected):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert pick_dtype("auto", "cpu") == expected
-
-
-def test_auto_on_other_devices():
-    assert pick_dtype("auto", "cuda:0") == torch.bfloat16
-    assert pick_dtype("auto", "mps") == torch.float32
 
 
 # --- sliding_windows_of ---
