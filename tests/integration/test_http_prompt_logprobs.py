@@ -18,7 +18,6 @@ LENGTHS = (12, 600)
 """The longer one is computed by prefill where there is one, in several chunks."""
 NUM_TOP = 3
 TOLERANCE = 1e-4
-"""Of a log-probability of 1, and in proportion above: other chunks of a prompt round otherwise."""
 
 Scores = list[dict[str, float]]
 
@@ -61,10 +60,7 @@ def differing(one: Scores, other: Scores) -> list[int]:
         place
         for place, (first, second) in enumerate(zip(one, other, strict=True))
         if len(common := first.keys() & second.keys()) < min(len(first), len(second)) - 1
-        or any(
-            abs(first[each] - second[each]) > TOLERANCE * max(1, abs(first[each]))
-            for each in common
-        )
+        or any(abs(first[each] - second[each]) > TOLERANCE for each in common)
     ]
 
 

@@ -301,7 +301,7 @@ class Scheduler:
             self._holdings.move_on(sequence)
         scheduled = [decode_row(sequence) for sequence in self._roster.decoding.values()]
         num_streams = len(scheduled)
-        scheduled += self._prompt_chunks(self._prompt_budget(num_streams))
+        scheduled += self._prompt_chunks(num_streams)
         self._roster.admit()  # into what was given up just now
         if not scheduled:
             return None
@@ -322,22 +322,33 @@ class Scheduler:
         # A block at least: a prompt that waits for streams to end might wait for ever.
         return budget if fitting is None else min(budget, max(fitting, self.pool.block_size))
 
-    def _prompt_chunks(self, budget: int) -> Iterator[ScheduledSequence]:
-        """A chunk of each prompt in turn, up to budget tokens, scored ones up to their own."""
-        scored_budget = self._config.scored_tokens
+    def _prompt_chunks(self, num_streams: int) -> Iterator[ScheduledSequence]:
+        """A chunk of each prompt in turn, up to the step's budget, scored ones up to their own."""
+        room = self._config.step_tokens - num_streams
+        budget, scored_budget = self._prompt_budget(num_streams), self._config.scored_tokens
         for sequence in self._roster.prefilling:
-            max_tokens = min(budget, self._config.prefill_chunk_tokens)
             is_scored = sequence.spec.sampling.prompt_logprobs is not None
-            if is_scored:
-                max_tokens = min(max_tokens, scored_budget)
-            if max_tokens == 0:
+            limit = self._scored_cell(sequence, scored_budget) if is_scored else budget
+            max_tokens = min(limit, room, self._config.prefill_chunk_tokens)
+            if max_tokens <= 0:
                 continue
             self._holdings.catch_up(sequence)
             self._holdings.move_on(sequence)
             chunk = prompt_chunk(sequence, max_tokens)
+            room -= len(chunk.token_ids)
             budget -= len(chunk.token_ids)
             scored_budget -= len(chunk.token_ids) if is_scored else 0
             yield chunk
+
+    def _scored_cell(self, sequence: Sequence, budget: int) -> int:
+        """Tokens of a scored prompt's next chunk; 0 if others in the step leave less for it.
+
+        Always the same cells of the prompt, whatever streams beside it: chunks of another size
+        round otherwise, which is seen in log-probabilities, not in the tokens that are sampled.
+        """
+        computed, cell = sequence.num_computed, self._config.scored_tokens
+        tokens = min(cell - computed % cell, sequence.num_prompt_tokens - computed)
+        return tokens if tokens <= budget else 0
 
     def commit(self, result: StepResult) -> None:
         """Take in what the step in flight gave.

@@ -24,9 +24,10 @@ class SchedulerConfig:
     """Prompt tokens of one sequence in one step at most."""
     queue_limit: int
     """Sequences that wait at most."""
-    scored_tokens: int = 128
+    scored_tokens: int = 64
     """Prompt tokens in one step at most whose log-probabilities are asked for: each takes a row of
-    logits as long as the vocabulary, 80 MB for so many of a large one."""
+    logits as long as the vocabulary, 40 MB for so many of a large one. Chunks of such a prompt end
+    at its multiples."""
     aging_s: float = 10.0
     """Seconds of waiting that are worth one level of priority."""
     gap_target_s: float | None = None

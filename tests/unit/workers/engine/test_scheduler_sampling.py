@@ -141,14 +141,33 @@ def test_scored_prompts_share_their_own_budget_and_others_are_not_held_up():
     for number, asked in enumerate([0, 0, None]):
         scheduler.submit(spec(number, range(4), prompt_logprobs=asked), 0.0)
 
-    (first, second, third) = must_plan(scheduler).sequences
+    first, third = must_plan(scheduler).sequences
 
-    assert [len(entry.token_ids) for entry in (first, second, third)] == [4, 1, 4]
+    assert [len(entry.token_ids) for entry in (first, third)] == [4, 4]
     assert first.scoring is not None
     assert first.scoring.token_ids == (1, 2, 3)
-    assert second.scoring is not None
-    assert second.scoring.token_ids == (1,)
     assert third.scoring is None
+
+
+def test_a_scored_prompt_is_cut_at_the_same_places_whatever_streams_beside_it():
+    """Chunks of another size round otherwise."""
+
+    def chunks(num_streams: int, **limits: object) -> list[int]:
+        scheduler = make_scheduler(
+            step_tokens=16, prefill_chunk_tokens=8, max_sequences=8, scored_tokens=6, **limits
+        )
+        for number in range(1, num_streams + 1):
+            scheduler.submit(spec(number, range(2)), 0.0)
+        if num_streams:
+            scheduler.pace.observe(step(scheduler), 1000.0)
+        scheduler.submit(spec(0, range(16), prompt_logprobs=0), 0.0)
+        lengths = []
+        for _ in range(3):
+            plan = step(scheduler)
+            lengths += [len(each.token_ids) for each in plan.sequences if each.sequence_id == 0]
+        return lengths
+
+    assert chunks(0) == chunks(4) == chunks(4, gap_target_s=0.1) == [6, 6, 4]
 
 
 def test_a_scored_prompt_waits_while_others_use_up_the_budget():
