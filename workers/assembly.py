@@ -185,7 +185,7 @@ def _build_engine(
             layout=site.plan.layout,
             num_blocks=worker.num_blocks,
             max_model_len=site.plan.window,
-            threads=worker.threads if cores is None else cores.threads,
+            threads=cores.threads if cores and worker.shares_cores else worker.threads,
             device=settings.model.device,
             region=region,
         )

@@ -11,7 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from configs.schema import EngineSettings, ModelSettings, Settings
+from configs.schema import (
+    DecodeSettings,
+    EngineSettings,
+    ModelSettings,
+    PrefillSettings,
+    Settings,
+)
 from kv_transfer.geometry import KVLayout
 from kv_transfer.handoff import PeerInfo
 from kv_transfer.ucx_device import RdmaOutlook
@@ -158,12 +164,7 @@ def plan(
     runner = choose_runner(facts.architecture, window=window)
     layout = kv_layout(facts, block_size=settings.kv.block_size, max_model_len=window)
     pools = _pools(settings)
-    sizer = _Sizer(
-        layout=layout,
-        window=window,
-        threads=_threads_each(pools, cores),
-        device=settings.model.device,
-    )
+    sizer = _Sizer(layout=layout, window=window, threads=_threads_each(pools, cores))
     workers = tuple(sizer.worker(pool) for pool in pools)
     checks = [
         check_runner(facts.architecture.model_type, runner),
@@ -231,6 +232,7 @@ class _Pool:
     role: Role
     replicas: int
     engine: EngineSettings
+    shares_cores: bool
 
 
 def total_threads(settings: Settings, *, cores: int) -> int:
@@ -242,8 +244,7 @@ def total_threads(settings: Settings, *, cores: int) -> int:
 
 def share_cores(settings: Settings) -> bool:
     """Whether every worker takes as many threads as the others leave, at any moment."""
-    on_cpu = settings.model.device == "cpu"
-    return on_cpu and all(pool.engine.threads is None for pool in _pools(settings))
+    return all(pool.shares_cores for pool in _pools(settings))
 
 
 def _threads_each(pools: Sequence[_Pool], cores: int) -> int:
@@ -253,11 +254,21 @@ def _threads_each(pools: Sequence[_Pool], cores: int) -> int:
 
 def _pools(settings: Settings) -> list[_Pool]:
     """The roles there are, decode first."""
-    decode, prefill = settings.decode, settings.prefill
-    pools = [_Pool(role="decode", replicas=decode.replicas, engine=decode.engine)]
-    if prefill is not None:
-        pools.append(_Pool(role="prefill", replicas=prefill.replicas, engine=prefill.engine))
-    return pools
+    roles: list[tuple[Role, DecodeSettings | PrefillSettings | None]] = [
+        ("decode", settings.decode),
+        ("prefill", settings.prefill),
+    ]
+    on_cpu = settings.model.device == "cpu"
+    return [
+        _Pool(
+            role=role,
+            replicas=pool.replicas,
+            engine=pool.engine,
+            shares_cores=on_cpu and pool.engine.threads is None,
+        )
+        for role, pool in roles
+        if pool is not None
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +278,6 @@ class _Sizer:
     layout: KVLayout
     window: int
     threads: int
-    device: str
 
     def worker(self, pool: _Pool) -> WorkerPlan:
         """Size one role's workers."""
@@ -278,7 +288,7 @@ class _Sizer:
             role=pool.role,
             replicas=pool.replicas,
             threads=engine.threads or self.threads,
-            shares_cores=engine.threads is None and self.device == "cpu",
+            shares_cores=pool.shares_cores,
             num_blocks=num_blocks,
             pool_tokens=self._pool_tokens(num_blocks, window_blocks),
             pool_bytes=num_blocks * self.layout.bytes_per_block,

@@ -8,7 +8,7 @@ numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,8 +94,8 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int | None
     for draw in draws:
         if draw.keeps_all:
             token_ids[draw.index] = _draw_from_all(draw)
-    for index, token_id in _draw_filtered([draw for draw in draws if not draw.keeps_all]):
-        token_ids[index] = token_id
+    for draw, token_id in _draw_filtered([draw for draw in draws if not draw.keeps_all]):
+        token_ids[draw.index] = token_id
     return token_ids
 
 
@@ -132,15 +132,14 @@ def _draw_from_all(draw: _Draw) -> int:
     return int(scores.cpu().numpy().argmax())  # torch's takes as long as a third of all this
 
 
-def _draw_filtered(draws: list[_Draw]) -> list[tuple[int, int]]:
-    """(index, token id) of each draw, from the tokens that its filters keep."""
+def _draw_filtered(draws: list[_Draw]) -> Iterator[tuple[_Draw, int]]:
+    """Each draw with its token, from those that its filters keep."""
+    many = [draw for draw in draws if draw.params.top_k >= _WIDTH]
     few = [draw for draw in draws if draw.params.top_k < _WIDTH]
-    drawn = dict(zip((draw.index for draw in few), _draw_from_likeliest(few), strict=True))
-    found: list[tuple[int, int]] = []
-    for draw in draws:
-        token_id = drawn.get(draw.index)
-        found.append((draw.index, _draw_from_kept(draw) if token_id is None else token_id))
-    return found
+    for draw, token_id in zip(few, _draw_from_likeliest(few), strict=True):
+        yield draw, _draw_from_kept(draw) if token_id is None else token_id
+    for draw in many:
+        yield draw, _draw_from_kept(draw)
 
 
 def _draw_from_kept(draw: _Draw) -> int:
