@@ -69,7 +69,7 @@ def survey(settings: Settings, environ: Mapping[str, str]) -> Site:
     source = ModelStore(default_cache_dir(environ)).resolve(settings.model.source)
     info = load_model_info(source.path)
     rdma = rdma_outlook(settings.transfer)
-    gpus = gpu_outlook(settings.model)
+    gpus = gpu_outlook(settings.model, environ)
     plan = planning.plan(
         settings,
         facts_from_info(info, settings.model, is_faster_in_bf16=is_faster_in_bf16()),

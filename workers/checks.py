@@ -17,7 +17,7 @@ from kv_transfer.compatibility import check_compatible
 from kv_transfer.handoff import PeerInfo
 from kv_transfer.transport import Capabilities, LinkRefusedError
 from kv_transfer.transport_kinds import CAPABILITIES
-from kv_transfer.transports.pair_plan import MESSAGE_BYTES, WINDOW
+from kv_transfer.transports.group_memory import GLOO_BYTES
 from kv_transfer.transports.pair_table import MAX_PAIRS
 from kv_transfer.ucx_device import NIXL_IS_MISSING, RdmaOutlook
 from workers.errors import PoolTooSmallError, WorkerError
@@ -227,10 +227,9 @@ def check_transport(settings: TransferSettings, shares_memory: bool, rdma: RdmaO
     if wanted == "tcp":
         sentence = "KV moves over tcp: transfer.transport says so."
     elif wanted == "torch":
-        staging = format_bytes(MAX_PAIRS * WINDOW * MESSAGE_BYTES)
         sentence = (
-            "KV moves over torch.distributed (Gloo): transfer.transport says so. "
-            f"A worker keeps up to {MAX_PAIRS} process groups, which take {staging} at most."
+            "KV moves over torch.distributed (Gloo): transfer.transport says so. A worker keeps up "
+            f"to {MAX_PAIRS} process groups, which take {format_bytes(GLOO_BYTES)} at most."
         )
     elif shares_memory:
         sentence = "KV moves over shm: the workers share this host's memory."
@@ -267,17 +266,19 @@ def _check_nixl(rdma: RdmaOutlook) -> Check:
 
 
 def check_memory(
-    *, pool_bytes: int, weight_bytes: int | None, available_bytes: int | None
+    *, pool_bytes: int, weight_bytes: int | None, available_bytes: int | None, group_bytes: int = 0
 ) -> Check:
-    """All pools and weights fit the host at once, when full; None is what is not known."""
-    needs = f"{format_bytes(pool_bytes)} of KV pools and weights of a size that is not known"
+    """All pools, weights and process groups fit at once, when full; None is what is not known."""
+    pools = f"{format_bytes(pool_bytes)} of KV pools"
+    groups = f", up to {format_bytes(group_bytes)} of process groups" if group_bytes else ""
+    weights = "weights of a size that is not known"
     if weight_bytes is not None:
-        weights = format_bytes(weight_bytes)
-        needs = f"{format_bytes(pool_bytes)} of KV pools and {weights} of weights"
+        weights = f"{format_bytes(weight_bytes)} of weights"
+    needs = f"{pools}{groups} and {weights}"
     if available_bytes is None:
         sentence = f"The workers need {needs}; how much memory there is, is not known."
         return Check(id="MEMORY", outcome=Outcome.WARNS, sentence=sentence)
-    if pool_bytes + (weight_bytes or 0) <= available_bytes:
+    if pool_bytes + group_bytes + (weight_bytes or 0) <= available_bytes:
         sentence = f"The workers need {needs}; {format_bytes(available_bytes)} are available."
         return Check(id="MEMORY", outcome=Outcome.HOLDS, sentence=sentence)
     sentence = (

@@ -6,15 +6,16 @@ Pure: `workers.host` looks, this judges.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from configs.schema import TransferSettings
 from kv_transfer.transport_kinds import GPU_CAPABILITIES
+from kv_transfer.transports.group_memory import NcclMemory
 from kv_transfer.transports.pair_table import MAX_PAIRS
-from workers.checks import Check, Outcome, check_capabilities, check_data_path
+from workers.checks import Check, Outcome, check_capabilities, check_data_path, format_bytes
 
-__all__ = ["GpuOutlook", "check_device", "check_gpu_transfer"]
+__all__ = ["GpuOutlook", "check_device", "check_gpu_transfer", "gpu_ways"]
 
 _NEEDED = "model.device is cuda, but"
 
@@ -27,6 +28,8 @@ class GpuOutlook:
     """None where this process sees one worker's alone, so that they say nothing about the host."""
     obstacle: str = ""
     """Why torch can use none; empty where it can."""
+    nccl: NcclMemory = field(default_factory=NcclMemory)
+    """What process groups would take there beside the pools."""
 
 
 def check_device(outlook: GpuOutlook, shares: Iterable[float]) -> Check:
@@ -49,30 +52,34 @@ def check_device(outlook: GpuOutlook, shares: Iterable[float]) -> Check:
 _WAYS: Mapping[str, str] = MappingProxyType(
     {
         "cuda_ipc": "cuda_ipc between workers of one GPU, which takes none of its memory",
-        "torch": "torch (NCCL) from one GPU to another, where each of up to "
-        f"{MAX_PAIRS} process groups takes GPU memory beside the pool (not measured)",
+        "torch": "torch (NCCL) from one GPU to another",
         "tcp": "tcp by way of host memory",
     }
 )
 """By transport, best first."""
 
 
-def check_gpu_transfer(settings: TransferSettings) -> list[Check]:
-    """What KV moves over between pools on GPUs, and who can get at it on each way."""
+def gpu_ways(settings: TransferSettings) -> list[str]:
+    """The transports that links between GPUs may use, best first; empty where there is none."""
     if settings.transport == "auto":
         # NCCL would go past the certificates.
-        ways = [way for way in _WAYS if way != "torch" or settings.tls is None]
-    elif settings.transport in _WAYS:
-        ways = [settings.transport]
-    else:
+        return [way for way in _WAYS if way != "torch" or settings.tls is None]
+    return [settings.transport] if settings.transport in _WAYS else []
+
+
+def check_gpu_transfer(settings: TransferSettings, nccl: NcclMemory) -> list[Check]:
+    """What KV moves over between pools on GPUs, and who can get at it on each way."""
+    ways = gpu_ways(settings)
+    if not ways:
         sentence = (
             f"transfer.transport is {settings.transport}, which moves no blocks of pools on GPUs: "
             f"set it to auto, {' or '.join(_WAYS)}."
         )
         return [Check(id="TRANSPORT", outcome=Outcome.FAILS, sentence=sentence)]
+    memory = f"{_nccl_sentence(nccl)} " if "torch" in ways else ""
     sentence = (
         f"KV moves over {'; else over '.join(_WAYS[way] for way in ways)}. "
-        "None of it was run on a GPU so far."
+        f"{memory}None of it was run on a GPU so far."
     )
     return [
         Check(id="TRANSPORT", outcome=Outcome.WARNS, sentence=sentence),
@@ -85,3 +92,13 @@ def check_gpu_transfer(settings: TransferSettings) -> list[Check]:
             )
         ),
     ]
+
+
+def _nccl_sentence(nccl: NcclMemory) -> str:
+    return (
+        f"By NCCL's documentation, not run: each worker's up to {MAX_PAIRS} process groups "
+        f"have buffers of at most {format_bytes(nccl.worker_bytes)} of GPU memory beside its pool, "
+        f"{format_bytes(nccl.group_bytes)} each, with {nccl.channels} channels of "
+        f"{format_bytes(nccl.buffer_bytes)} in each direction; NCCL's kernels and its buffers for "
+        "small messages come on top, in sizes that it does not document."
+    )

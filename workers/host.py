@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from configs.schema import ModelSettings, TransferSettings
+from kv_transfer.transports.group_memory import NcclMemory
 from kv_transfer.transports.nixl_agent import has_nixl, nixl_problem
 from kv_transfer.ucx_device import RdmaOutlook, find_rdma_devices, outlook
 from workers.checks import takes_nixl
@@ -52,8 +54,11 @@ def is_faster_in_bf16(root: Path = _ROOT) -> bool:
     return "amx_bf16" in _read(root / "proc/cpuinfo").split()
 
 
-def gpu_outlook(model: ModelSettings) -> GpuOutlook | None:
-    """The GPUs of this process for a model that wants them; None for one that does not."""
+def gpu_outlook(model: ModelSettings, environ: Mapping[str, str]) -> GpuOutlook | None:
+    """The GPUs of this process for a model that wants them; None for one that does not.
+
+    `environ` is what NCCL would find there.
+    """
     if model.device == "cpu":
         return None
     import torch  # here: it takes seconds, which who asks for no GPU does not pay
@@ -62,7 +67,7 @@ def gpu_outlook(model: ModelSettings) -> GpuOutlook | None:
         return GpuOutlook(num_gpus=0, obstacle="this torch was built without CUDA")
     if not torch.cuda.is_available():
         return GpuOutlook(num_gpus=0, obstacle="torch sees no GPU here")
-    return GpuOutlook(num_gpus=torch.cuda.device_count())
+    return GpuOutlook(num_gpus=torch.cuda.device_count(), nccl=NcclMemory.of(environ))
 
 
 def rdma_outlook(settings: TransferSettings, root: Path = _ROOT) -> RdmaOutlook:

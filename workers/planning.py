@@ -17,9 +17,11 @@ from configs.schema import (
     ModelSettings,
     PrefillSettings,
     Settings,
+    TransferSettings,
 )
 from kv_transfer.geometry import KVLayout
 from kv_transfer.handoff import PeerInfo
+from kv_transfer.transports.group_memory import GLOO_BYTES
 from kv_transfer.ucx_device import RdmaOutlook
 from workers.checks import (
     Check,
@@ -32,7 +34,7 @@ from workers.checks import (
     check_transfer,
     check_window,
 )
-from workers.gpu_outlook import GpuOutlook, check_device, check_gpu_transfer
+from workers.gpu_outlook import GpuOutlook, check_device, check_gpu_transfer, gpu_ways
 from workers.runner_choice import Architecture, RunnerChoice, choose_runner
 
 __all__ = [
@@ -183,12 +185,17 @@ def plan(
             check
             for _ in workers[1:]
             for check in (
-                check_gpu_transfer(settings.transfer)
-                if settings.model.device == "cuda"
-                else check_transfer(settings.transfer, rdma, shares_memory=shares_memory)
+                check_transfer(settings.transfer, rdma, shares_memory=shares_memory)
+                if gpus is None
+                else check_gpu_transfer(settings.transfer, gpus.nccl)
             )
         ),
-        _memory_check(workers, facts.weight_bytes, available_bytes),
+        _memory_check(
+            workers,
+            facts.weight_bytes,
+            available_bytes,
+            group_bytes=_group_bytes(settings.transfer, gpus) if settings.prefill else 0,
+        ),
         check_cores(
             threads=total_threads(settings, cores=cores),
             cores=cores,
@@ -337,13 +344,25 @@ class _Sizer:
         return num_blocks * self.window // window_blocks
 
 
+def _group_bytes(transfer: TransferSettings, gpus: GpuOutlook | None) -> int:
+    """Of one worker's process groups, as many as it may have; 0 where it makes none."""
+    if gpus is None:
+        return GLOO_BYTES if transfer.transport == "torch" else 0
+    return gpus.nccl.worker_bytes if "torch" in gpu_ways(transfer) else 0
+
+
 def _memory_check(
-    workers: Sequence[WorkerPlan], weight_bytes: int | None, available_bytes: int | None
+    workers: Sequence[WorkerPlan],
+    weight_bytes: int | None,
+    available_bytes: int | None,
+    *,
+    group_bytes: int,
 ) -> Check:
-    """`weight_bytes` are those of one worker."""
+    """`weight_bytes` and `group_bytes` are those of one worker."""
     num_workers = sum(worker.replicas for worker in workers)
     return check_memory(
         pool_bytes=sum(worker.replicas * worker.pool_bytes for worker in workers),
         weight_bytes=None if weight_bytes is None else num_workers * weight_bytes,
         available_bytes=available_bytes,
+        group_bytes=num_workers * group_bytes,
     )

@@ -51,7 +51,7 @@ def plan_for_host(settings: Settings, environ: Mapping[str, str]) -> DeploymentP
         available_bytes=available_bytes() if is_host_memory else None,
         shares_memory=can_share_memory(),
         rdma=rdma_outlook(settings.transfer),
-        gpus=gpu_outlook(settings.model),
+        gpus=gpu_outlook(settings.model, environ),
     )
 
 

@@ -12,6 +12,7 @@ import torch.distributed
 from torch._C._distributed_c10d import Store, Work
 
 from kv_transfer.transport import MemoryKind
+from kv_transfer.transports.group_memory import NCCL_CHANNELS
 from kv_transfer.transports.process_group import PointToPoint
 
 _ABORT_TAG, _HELLO_TAG = 1, 2
@@ -105,6 +106,8 @@ class NcclBackend:
         refuse_one_gpu(mine, store.get(f"gpu/{1 - rank}").decode())
         options = torch.distributed.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self._connect_s)
+        # Its buffers, which it has for each channel, are what a group takes of the GPU's memory.
+        options.config.max_ctas = NCCL_CHANNELS
         group = torch.distributed.ProcessGroupNCCL(store, rank, 2, options)
         group.eager_connect_single_device(self._device)
         return cast(PointToPoint, group)

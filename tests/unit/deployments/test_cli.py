@@ -159,7 +159,7 @@ def test_check_on_a_gpu_does_not_compare_with_the_hosts_memory(
     run, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outlook = GpuOutlook(num_gpus=2)
-    monkeypatch.setattr("deployments.terminal.check.gpu_outlook", lambda _: outlook)
+    monkeypatch.setattr("deployments.terminal.check.gpu_outlook", lambda *_: outlook)
 
     result = run("check", "-s", f"model.source={model}", "-s", "model.device=cuda")
 
@@ -172,7 +172,7 @@ def test_check_refuses_a_gpu_that_is_not_there(
     run, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outlook = GpuOutlook(num_gpus=0, obstacle="torch sees no GPU here")
-    monkeypatch.setattr("deployments.terminal.check.gpu_outlook", lambda _: outlook)
+    monkeypatch.setattr("deployments.terminal.check.gpu_outlook", lambda *_: outlook)
 
     result = run("check", "-s", f"model.source={model}", "-s", "model.device=cuda")
 

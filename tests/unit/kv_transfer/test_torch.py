@@ -5,9 +5,11 @@ import dataclasses
 import gc
 import threading
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from kv_transfer.geometry import BlockId
 from kv_transfer.handoff import ReleaseReason
@@ -20,6 +22,7 @@ from kv_transfer.transports.group_backends import (
     nccl_obstacle,
     refuse_one_gpu,
 )
+from kv_transfer.transports.group_memory import NcclMemory
 from kv_transfer.transports.mirrored_store import MirroredStore
 from kv_transfer.transports.pair_messages import Entry, Ready, Turn
 from kv_transfer.transports.pair_table import PairLimits
@@ -359,6 +362,37 @@ def test_nccl_is_refused_with_the_reason():
         pytest.skip("NCCL can be used here")
     with pytest.raises(RuntimeError, match=r"no NCCL|no GPU"):
         NcclBackend(device=0, connect_s=1.0)
+
+
+class PretendNccl:
+    """`ProcessGroupNCCL` as torch's stub has it, as far as making a group goes."""
+
+    class Options:
+        def __init__(self):
+            self.config = SimpleNamespace(max_ctas=32)
+
+    def __init__(self, store, rank, size, options):
+        self.options = options
+        self.connected = None
+
+    def eager_connect_single_device(self, device):
+        self.connected = device
+
+
+def test_a_group_of_nccl_has_no_more_channels_than_its_memory_is_counted_for(monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a")
+    )
+    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", PretendNccl, raising=False)
+    store = torch.distributed.HashStore()
+    store.set("gpu/1", "GPU-b")
+
+    group = NcclBackend(device=0, connect_s=1.0).make(store, OWNER_RANK)
+
+    assert group.options.config.max_ctas == NcclMemory.of({}).channels
+    assert group.connected == torch.device("cuda", 0)
 
 
 def test_two_ranks_on_one_gpu_are_refused_with_the_way_out():

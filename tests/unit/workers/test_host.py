@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from configs.schema import ModelSettings, TransferSettings
+from kv_transfer.transports.group_memory import NcclMemory
 from workers.gpu_outlook import GpuOutlook
 from workers.host import (
     available_bytes,
@@ -99,7 +100,7 @@ def test_a_package_for_rdma_that_does_not_load_is_known_where_it_would_be_used(
     [
         (None, 0, GpuOutlook(num_gpus=0, obstacle="this torch was built without CUDA")),
         ("13.0", 0, GpuOutlook(num_gpus=0, obstacle="torch sees no GPU here")),
-        ("13.0", 2, GpuOutlook(num_gpus=2)),
+        ("13.0", 2, GpuOutlook(num_gpus=2, nccl=NcclMemory(buffer_bytes=8192))),
     ],
 )
 def test_gpus_are_those_that_torch_can_use(
@@ -109,5 +110,7 @@ def test_gpus_are_those_that_torch_can_use(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
 
-    assert gpu_outlook(ModelSettings(device="cuda")) == outlook
-    assert gpu_outlook(ModelSettings(device="cpu")) is None
+    environ = {"NCCL_BUFFSIZE": "8192"}
+
+    assert gpu_outlook(ModelSettings(device="cuda"), environ) == outlook
+    assert gpu_outlook(ModelSettings(device="cpu"), environ) is None

@@ -16,8 +16,9 @@ from configs.schema import (
     TlsSettings,
     TransferSettings,
 )
+from kv_transfer.transports.group_memory import GLOO_BYTES, NcclMemory
 from kv_transfer.ucx_device import RdmaOutlook
-from workers.checks import INV_POOL_WINDOW, Check, Outcome, enforce
+from workers.checks import INV_POOL_WINDOW, Check, Outcome, enforce, format_bytes
 from workers.errors import PoolTooSmallError, WorkerError
 from workers.gpu_outlook import GpuOutlook
 from workers.planning import DeploymentPlan, ModelFacts, plan, resolve_dtype
@@ -228,6 +229,18 @@ def test_memory_counts_each_workers_weights() -> None:
     assert not plan(settings_of(), FACTS, cores=2, available_bytes=needed - 1).ok
 
 
+def test_memory_counts_each_workers_process_groups() -> None:
+    torch = TransferSettings(transport="torch")
+    settings = settings_of().model_copy(update={"transfer": torch})
+    needed = (49_152 + 16_384) * BYTES_PER_TOKEN + 2 * 500_000_000 + 2 * GLOO_BYTES
+
+    assert plan(settings, FACTS, cores=2, available_bytes=needed).ok
+    assert not plan(settings, FACTS, cores=2, available_bytes=needed - 1).ok
+    alone = settings_of(is_split=False).model_copy(update={"transfer": torch})
+    [check] = checks_of(plan(alone, FACTS, cores=2), "MEMORY")
+    assert "process groups" not in check.sentence
+
+
 def test_memory_says_when_the_weights_are_not_known() -> None:
     facts = replace(FACTS, weight_bytes=None)
 
@@ -435,8 +448,34 @@ def test_between_gpus_each_way_is_named_and_said_not_to_have_been_run(
     for check_id in ("CAPABILITIES", "DATA-PATH"):
         found = [each.sentence.partition(":")[0] for each in checks_of(deployment, check_id)]
         assert found == ways
-    if "torch" in ways:
-        assert "16 process groups takes GPU memory" in check.sentence
+    assert ("By NCCL's documentation, not run: " in check.sentence) is ("torch" in ways)
+
+
+@pytest.mark.parametrize(
+    ("nccl", "says"),
+    [
+        (
+            NcclMemory(),
+            "16 process groups have buffers of at most 576.0 MiB of GPU memory beside its pool, "
+            "36.0 MiB each, with 4 channels of 4.00 MiB in each direction;",
+        ),
+        (
+            NcclMemory(channels=8, buffer_bytes=2**20),
+            "at most 320.0 MiB of GPU memory beside its pool, 20.0 MiB each, with 8 channels of "
+            "1.00 MiB in each direction;",
+        ),
+    ],
+)
+def test_between_gpus_nccls_memory_is_named_and_counted(nccl: NcclMemory, says: str) -> None:
+    settings = settings_of().model_copy(update={"model": ModelSettings(device="cuda")})
+
+    deployment = plan(settings, FACTS, cores=2, gpus=GpuOutlook(num_gpus=2, nccl=nccl))
+
+    [transport] = checks_of(deployment, "TRANSPORT")
+    assert says in transport.sentence
+    [memory] = checks_of(deployment, "MEMORY")
+    of_both_workers = format_bytes(2 * nccl.worker_bytes)
+    assert f", up to {of_both_workers} of process groups and " in memory.sentence
 
 
 def test_between_gpus_nothing_goes_past_the_certificates() -> None:
@@ -449,6 +488,8 @@ def test_between_gpus_nothing_goes_past_the_certificates() -> None:
 
     [check] = checks_of(deployment, "TRANSPORT")
     assert "NCCL" not in check.sentence
+    [memory] = checks_of(deployment, "MEMORY")
+    assert "process groups" not in memory.sentence
 
 
 def test_cuda_ipc_of_a_model_on_the_cpu_is_refused() -> None:
