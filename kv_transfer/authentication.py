@@ -62,6 +62,7 @@ __all__ = [
     "Initiator",
     "NotAuthenticatedError",
     "Purpose",
+    "RandomBytes",
     "Responder",
     "Secret",
 ]
@@ -83,12 +84,14 @@ RandomBytes = Callable[[int], bytes]
 
 
 class Purpose(Enum):
-    """What a connection is for: a proof for one purpose is none for another."""
+    """What a connection or a call is for: a proof for one purpose is none for another."""
 
     KV_LINK = b"kv link"
     """Prefill and decode worker, for one transfer."""
     TOKEN_CHANNEL = b"token channel"
     """Front and decode worker."""
+    PREFILL_CALL = b"prefill call"
+    """Decode and prefill worker, for one prompt (`kv_transfer.sealing`)."""
 
 
 class _Role(Enum):
