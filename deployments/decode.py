@@ -44,7 +44,7 @@ class Decode:
             worker_id=f"decode-{context.rank.rank}",
             environ=os.environ,
             secret=secret,
-            prefill=PrefillPool(prefill) if prefill is not None else None,
+            prefill=PrefillPool(prefill, secret=secret) if prefill is not None else None,
         )
         self._channel = ChannelServer(
             service=self._worker,

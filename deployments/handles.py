@@ -10,25 +10,33 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from grpc import RpcError
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from deployments.prefill_call import PrefillCall
+from kv_transfer.authentication import Secret
 from kv_transfer.transport import PeerLostError
 from workers.messages import PrefillEvent, PrefillRequest
 
 _PLAIN_PICKLE = "pickle"
-"""Our messages are plain values: the C pickler does, where Serve's default goes through Python."""
+"""Of bytes: the C pickler does, where Serve's default goes through Python."""
+_BYTES_AS_THEY_ARE = "noop"
+"""Whoever answers, Serve unpickles nothing of it here."""
+_LOST = (RayError, RayServeException, RpcError, RuntimeError, TypeError)
+"""What Serve raises of a call that fails. gRPC's stands for any exception on the replica, which has
+no form in plain bytes; the last two are Serve's where what answers is no replica of Serve."""
 
 
 async def stream_call(
-    handle: DeploymentHandle, method: str, request: object
-) -> AsyncGenerator[Any, None]:
-    """Items of a streaming method; closing the iterator cancels the call on the replica."""
+    handle: DeploymentHandle, method: str, message: bytes
+) -> AsyncGenerator[object, None]:
+    """Items of a method that streams bytes; closing the iterator cancels it on the replica."""
     streaming = handle.options(
-        stream=True, request_serialization=_PLAIN_PICKLE, response_serialization=_PLAIN_PICKLE
+        stream=True, request_serialization=_PLAIN_PICKLE, response_serialization=_BYTES_AS_THEY_ARE
     )
-    response = getattr(streaming, method).remote(request)
+    response = getattr(streaming, method).remote(message)
     finished = False
     try:
         async for item in response:
@@ -42,16 +50,22 @@ async def stream_call(
 class PrefillPool:
     """The prefill deployment as a decode worker's `PrefillService`."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    def __init__(self, handle: DeploymentHandle, *, secret: Secret) -> None:
         self._handle = handle
+        self._secret = secret
 
     async def prefill(self, request: PrefillRequest) -> AsyncGenerator[PrefillEvent, None]:
-        """See `PrefillWorker.prefill`; a replica that dies is a `PeerLostError`."""
-        answers = stream_call(self._handle, "prefill", request)
+        """See `PrefillWorker.prefill`; a replica that dies is a `PeerLostError`.
+
+        An answer of somebody who does not know the secret, or that is not the next one to this
+        call, is a `NotAuthenticatedError`.
+        """
+        call = PrefillCall(self._secret, request)
+        answers = stream_call(self._handle, "prefill", call.message)
         try:
             async for answer in answers:
-                yield answer
-        except (RayError, RayServeException) as error:
+                yield call.open(answer)
+        except _LOST as error:
             raise PeerLostError(f"the prefill worker was lost: {type(error).__name__}") from error
         finally:
             await answers.aclose()

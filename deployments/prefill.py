@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 from ray import serve
 
 from configs.schema import Settings
 from deployments.leaving import grace_of, when_told_to_go
 from deployments.metrics import WorkerSnapshot, loop_sample
+from deployments.prefill_call import PrefillDoor
 from deployments.process import at_own_address, deployment_secret, prepare_engine_process
 from deployments.worker_metrics import prefill_samples
 from workers.host import available_cores
-from workers.messages import PrefillEvent, PrefillRequest
 
 
 class Prefill:
@@ -32,27 +33,33 @@ class Prefill:
         context = serve.get_replica_context()
         self._grace_s = grace_of(context)
         self._leaving: asyncio.Task[None] | None = None
+        secret = deployment_secret(os.environ)
         self._worker = await asyncio.to_thread(
             build_prefill_worker,
             at_own_address(settings, os.environ),
             worker_id=f"prefill-{context.rank.rank}",
             environ=os.environ,
-            secret=deployment_secret(os.environ),
+            secret=secret,
         )
+        self._door = PrefillDoor(self._worker.prefill, secret=secret)
         await self._worker.start()
         when_told_to_go(self._leave)
 
-    async def prefill(self, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
-        """See `PrefillWorker.prefill`."""
-        async for event in self._worker.prefill(request):
-            yield event
+    async def prefill(self, message: object) -> AsyncIterator[bytes]:
+        """See `PrefillDoor.prefill`; what comes may be anything that Serve can carry."""
+        async with aclosing(self._door.prefill(message)) as answers:
+            async for answer in answers:
+                yield answer
 
     async def snapshot(self) -> WorkerSnapshot:
         """This worker's share of `/metrics`."""
         return WorkerSnapshot(
             worker_id=self._worker.me.worker_id,
             role="prefill",
-            samples=(*prefill_samples(self._worker), loop_sample()),
+            samples=(
+                *prefill_samples(self._worker, stranger_calls=self._door.num_strangers),
+                loop_sample(),
+            ),
         )
 
     async def check_health(self) -> None:

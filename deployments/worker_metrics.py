@@ -15,10 +15,11 @@ from workers.placement import PLACES
 from workers.prefill import PrefillWorker
 
 
-def prefill_samples(worker: PrefillWorker) -> tuple[Sample, ...]:
-    """All samples of a prefill worker."""
+def prefill_samples(worker: PrefillWorker, *, stranger_calls: int) -> tuple[Sample, ...]:
+    """All samples of a prefill worker, which has refused so many calls as a stranger's."""
     engine, sender = worker.stats()
-    return (*_engine(engine), *_sender(sender))
+    strangers = sample("baton_strangers_total", sender.strangers + stranger_calls)
+    return (*_engine(engine), *_sender(sender), strangers)
 
 
 def decode_samples(worker: DecodeWorker) -> tuple[Sample, ...]:
@@ -89,7 +90,6 @@ def _sender(stats: SenderStats) -> Iterator[Sample]:
     yield sample("baton_leases_active", stats.active_leases)
     yield sample("baton_leases_opened_total", stats.opened)
     yield sample("baton_leases_refused_total", stats.refused)
-    yield sample("baton_strangers_total", stats.strangers)
     yield sample("baton_lease_renewals_total", stats.renewals)
     for reason, count in stats.ended.items():
         yield sample("baton_leases_ended_total", count, reason=reason.value)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from kv_transfer.geometry import KVLayout, logical_block
@@ -146,7 +146,7 @@ class PrefillWorker:
         if self._is_stopping and not self._jobs:
             self._all_ended.set()
 
-    async def prefill(self, request: PrefillRequest) -> AsyncIterator[PrefillEvent]:
+    async def prefill(self, request: PrefillRequest) -> AsyncGenerator[PrefillEvent, None]:
         """Compute a prompt and keep its blocks for the decode worker until the hand-off ends.
 
         Yields `PrefillAccepted` at once and `PrefillEnded` when nothing is held any more, or a

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -11,11 +14,13 @@ import pytest
 
 from deployments.secret import SECRET_VARIABLE
 from kv_transfer.authentication import MIN_SECRET_BYTES
+from kv_transfer.sealing import REFUSAL
 from tests.fakes.certificates import Authority
 from tests.tools.baton_server import MODEL, BatonServer
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300)]
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [100 + i % 900 for i in range(300)]  # long enough for the prefill worker
 
 
@@ -54,6 +59,41 @@ def test_workers_share_a_fresh_secret_that_nobody_is_shown(baton_server: BatonSe
     assert list(logs.glob("worker-*.err"))
     for written in (baton_server.directory, logs.parents[2]):  # the second is Ray's and HAProxy's
         assert files_with(secret.encode(), written) == []
+
+
+def test_a_prefill_worker_computes_nothing_for_who_has_ray_s_token_alone(
+    baton_server: BatonServer,
+) -> None:
+    """The caller is a process of its own, so that this one's Ray stays that of other tests."""
+    text = complete(baton_server)
+    before = baton_server.wait_until_idle()
+
+    called = subprocess.run(
+        [sys.executable, "-m", "tests.integration.plain_caller", baton_server.ray_address],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(baton_server.ray_token),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert called.returncode == 0, called.stderr
+    assert json.loads(called.stdout.splitlines()[-1]) == 3 * [[repr(REFUSAL)]]
+    after = baton_server.wait_until_idle()
+    for name, count in (
+        ("baton_strangers_total", 3),
+        ("baton_leases_opened_total", 0),
+        ("baton_computed_prompt_tokens_total", 0),
+    ):
+        labels = {"role": "prefill"}
+        assert after.value(name, **labels) - before.value(name, **labels) == count, name
+    assert complete(baton_server) == text
+    assert baton_server.wait_until_idle().value("baton_handoff_failures_total", role="decode") == 0
 
 
 def test_kv_moves_inside_tls_and_the_text_stays_the_same(

@@ -136,6 +136,19 @@ class BatonServer:
         """What the instance keeps for its next start."""
         return instance_directory(Settings(http=HttpSettings(port=self.port)), os.environ)
 
+    @property
+    def ray_token(self) -> Path:
+        """The file of the token by which its Ray knows its own."""
+        record = json.loads((self.directory / "instance.json").read_text())
+        return Path(record["runtime_dir"]) / "token"
+
+    @property
+    def ray_address(self) -> str:
+        """Where its Ray is reached."""
+        words = [word for process in self._descendants() for word in _title(process).split()]
+        option = "--gcs-address="
+        return next(word for word in words if word.startswith(option)).removeprefix(option)
+
     def wait_until_ready(self) -> None:
         """Return once it takes requests; AssertionError with its output if it does not start."""
         deadline = time.monotonic() + START_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""The prefill deployment: what a replica does when it is told to go, without a model."""
+"""The prefill deployment: whom a replica hears, and how it goes when told to, without a model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ import deployments.prefill
 import workers.assembly
 from configs.schema import Settings
 from deployments.prefill import Prefill
+from deployments.prefill_call import PrefillCall
+from kv_transfer.sealing import REFUSAL
+from tests.fakes.prefill_call import SECRET, FakePrefill, answers, prefill_request
 from tests.fakes.until import until
 
 GRACE_S = 5.0
 
 
 class FakePrefillWorker:
-    """A `PrefillWorker`, as far as its deployment uses it at the start and at the end."""
+    """A `PrefillWorker`, as far as its deployment uses it."""
 
     def __init__(self) -> None:
+        self.prefill = FakePrefill(*answers())
         self.drains: list[float] = []
         self.ended = asyncio.Event()
 
@@ -51,7 +55,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> FakePrefillWorker:
     monkeypatch.setattr(workers.assembly, "build_prefill_worker", lambda *_, **__: built)
     monkeypatch.setattr(deployments.prefill.serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(deployments.prefill, "prepare_engine_process", lambda *_, **__: None)
-    monkeypatch.setenv("BATON_SECRET", "0123456789abcdef" * 2)
+    monkeypatch.setenv("BATON_SECRET", SECRET.reveal())
     return built
 
 
@@ -97,3 +101,15 @@ async def test_a_replica_that_is_ended_without_a_word_drains_all_the_same(worker
     await Prefill.__del__(replica)
 
     assert len(worker.drains) == 1
+
+
+async def test_a_replica_hears_and_answers_who_knows_its_secret_alone(worker):
+    replica = await replica_made()
+    request = prefill_request()
+    call = PrefillCall(SECRET, request)
+
+    assert [answer async for answer in replica.prefill(request)] == [REFUSAL]
+    assert worker.prefill.requests == []
+    heard = [call.open(answer) async for answer in replica.prefill(call.message)]
+    assert heard == list(answers())
+    assert worker.prefill.requests == [request]

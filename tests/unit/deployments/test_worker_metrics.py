@@ -27,7 +27,10 @@ async def test_each_link_shows_its_transport_and_why(kind):
         request = generate_request(PROMPT, SamplingParams(max_tokens=2))
         await Client(rig, request).finished()
         await rig.settled()
-        decode, prefill = decode_samples(rig.decode), prefill_samples(rig.prefill_workers[0])
+        decode, prefill = (
+            decode_samples(rig.decode),
+            prefill_samples(rig.prefill_workers[0], stranger_calls=2),
+        )
 
     for name in ("baton_handoff_wait_seconds", "baton_handoff_fetch_seconds"):
         assert values(before, f"{name}_count") == {(): 0}
@@ -55,7 +58,10 @@ async def test_each_worker_shows_how_it_runs_its_model_and_why():
         return runner, memory
 
     async with worker_rig(model=gave_way) as rig:
-        shown = [decode_samples(rig.decode), prefill_samples(rig.prefill_workers[0])]
+        shown = [
+            decode_samples(rig.decode),
+            prefill_samples(rig.prefill_workers[0], stranger_calls=2),
+        ]
 
     for samples in shown:
         assert values(samples, "baton_runner_info") == {
