@@ -61,8 +61,8 @@ class CountingBackend(GlooBackend):
 async def counted_link(*, owner_limits=None, receiver_limits=None, **link):
     """A link whose receiver's end counts its groups."""
     backend = CountingBackend()
-    owner = TORCH.transport(timings=QUICK, limits=owner_limits)
-    receiving = TORCH.transport(timings=QUICK, limits=receiver_limits, backend=backend)
+    owner = TORCH.transport(limits=owner_limits)
+    receiving = TORCH.transport(limits=receiver_limits, backend=backend)
     async with kv_link(owner, receiving=receiving, **link) as made:
         yield made, backend
 
