@@ -96,9 +96,9 @@ def check_gpu_transfer(settings: TransferSettings, nccl: NcclMemory) -> list[Che
 
 def _nccl_sentence(nccl: NcclMemory) -> str:
     return (
-        f"By NCCL's documentation, not run: each worker's up to {MAX_PAIRS} process groups "
-        f"have buffers of at most {format_bytes(nccl.worker_bytes)} of GPU memory beside its pool, "
+        f"By NCCL's documentation and sources, not run: each worker's up to {MAX_PAIRS} process "
+        f"groups take {format_bytes(nccl.worker_bytes)} of GPU memory beside its pool, "
         f"{format_bytes(nccl.group_bytes)} each, with {nccl.channels} channels of "
-        f"{format_bytes(nccl.buffer_bytes)} in each direction; NCCL's kernels and its buffers for "
-        "small messages come on top, in sizes that it does not document."
+        f"{format_bytes(nccl.buffer_bytes)} in each direction; NCCL's kernels come on top, and "
+        "what its configuration files change."
     )

@@ -100,7 +100,7 @@ def test_a_package_for_rdma_that_does_not_load_is_known_where_it_would_be_used(
     [
         (None, 0, GpuOutlook(num_gpus=0, obstacle="this torch was built without CUDA")),
         ("13.0", 0, GpuOutlook(num_gpus=0, obstacle="torch sees no GPU here")),
-        ("13.0", 2, GpuOutlook(num_gpus=2, nccl=NcclMemory(buffer_bytes=8192))),
+        ("13.0", 2, GpuOutlook(num_gpus=2, nccl=NcclMemory.of({"NCCL_BUFFSIZE": "8192"}))),
     ],
 )
 def test_gpus_are_those_that_torch_can_use(

@@ -448,7 +448,7 @@ def test_between_gpus_each_way_is_named_and_said_not_to_have_been_run(
     for check_id in ("CAPABILITIES", "DATA-PATH"):
         found = [each.sentence.partition(":")[0] for each in checks_of(deployment, check_id)]
         assert found == ways
-    assert ("By NCCL's documentation, not run: " in check.sentence) is ("torch" in ways)
+    assert ("By NCCL's documentation and sources, not run: " in check.sentence) is ("torch" in ways)
 
 
 @pytest.mark.parametrize(
@@ -456,13 +456,13 @@ def test_between_gpus_each_way_is_named_and_said_not_to_have_been_run(
     [
         (
             NcclMemory(),
-            "16 process groups have buffers of at most 576.0 MiB of GPU memory beside its pool, "
-            "36.0 MiB each, with 4 channels of 4.00 MiB in each direction;",
+            "16 process groups take 1.31 GiB of GPU memory beside its pool, 84.0 MiB each, with 4 "
+            "channels of 9.19 MiB in each direction;",
         ),
         (
-            NcclMemory(channels=8, buffer_bytes=2**20),
-            "at most 320.0 MiB of GPU memory beside its pool, 20.0 MiB each, with 8 channels of "
-            "1.00 MiB in each direction;",
+            NcclMemory(channels=8, buffer_bytes=2**21),
+            "16 process groups take 576.0 MiB of GPU memory beside its pool, 36.0 MiB each, with 8 "
+            "channels of 2.00 MiB in each direction;",
         ),
     ],
 )
