@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from grpc import RpcError
@@ -24,24 +25,37 @@ _PLAIN_PICKLE = "pickle"
 """Of bytes: the C pickler does, where Serve's default goes through Python."""
 _BYTES_AS_THEY_ARE = "noop"
 """Whoever answers, Serve unpickles nothing of it here."""
-_LOST = (RayError, RayServeException, RpcError, RuntimeError, TypeError)
+_LOST = (RayError, RayServeException, RpcError, RuntimeError, TypeError, ValueError)
 """What Serve raises of a call that fails. gRPC's stands for any exception on the replica, which has
-no form in plain bytes; the last two are Serve's where what answers is no replica of Serve."""
+no form in plain bytes; the last three are Serve's where what answers is no replica of Serve."""
 
 
 async def stream_call(
     handle: DeploymentHandle, method: str, message: bytes
 ) -> AsyncGenerator[object, None]:
-    """Items of a method that streams bytes; closing the iterator cancels it on the replica."""
+    """Items of a method that streams bytes; closing the iterator cancels it on the replica.
+
+    A call that fails, for whatever reason, is a `PeerLostError`.
+    """
     streaming = handle.options(
-        stream=True, request_serialization=_PLAIN_PICKLE, response_serialization=_BYTES_AS_THEY_ARE
+        stream=True,
+        request_serialization=_PLAIN_PICKLE,
+        response_serialization=_BYTES_AS_THEY_ARE,
+        _by_reference=False,  # over Serve's gRPC, whatever a variable says: else Ray pickles them
     )
     response = getattr(streaming, method).remote(message)
+    items = aiter(response)
     finished = False
     try:
-        async for item in response:
+        while True:
+            try:
+                item = await anext(items)
+            except StopAsyncIteration:
+                finished = True
+                return
+            except _LOST as error:
+                raise PeerLostError(f"the worker was lost: {type(error).__name__}") from error
             yield item
-        finished = True
     finally:
         if not finished:
             response.cancel()
@@ -62,13 +76,9 @@ class PrefillPool:
         """
         call = PrefillCall(self._secret, request)
         answers = stream_call(self._handle, "prefill", call.message)
-        try:
+        async with aclosing(answers):
             async for answer in answers:
                 yield call.open(answer)
-        except _LOST as error:
-            raise PeerLostError(f"the prefill worker was lost: {type(error).__name__}") from error
-        finally:
-            await answers.aclose()
 
 
 async def ask_all(handle: DeploymentHandle, method: str, *, timeout_s: float) -> list[Any]:

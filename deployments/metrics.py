@@ -178,8 +178,8 @@ _WORKERS = (
     _counter("baton_leases_refused_total", "Leases and connections not accepted."),
     _counter(
         "baton_strangers_total",
-        "Who had not proved to know the deployment's secret: connections for KV and calls for a "
-        "prompt on prefill workers, connections for tokens on decode workers.",
+        "Connections and calls of those who had not proved to know the deployment's secret: for KV "
+        "and for a prompt on prefill workers, for tokens on decode workers.",
     ),
     _counter("baton_leases_ended_total", "Leases ended, by reason; `expired` is one.", "reason"),
     _counter("baton_lease_renewals_total", "Renewals of leases."),

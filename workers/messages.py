@@ -1,6 +1,6 @@
 """What Front, decode and prefill workers say to each other about requests.
 
-Frozen values of plain types: they are pickled by Serve, and are MessagePack on the token channel.
+Frozen values of plain types: MessagePack on the token channel, and in the call for a prompt.
 """
 
 from __future__ import annotations

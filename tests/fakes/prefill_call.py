@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from kv_transfer.authentication import Secret
@@ -81,7 +82,7 @@ class FakePrefill:
             yield event
 
 
-Answering = Callable[[bytes], AsyncIterator[object]]
+Answering = Callable[[bytes], AsyncGenerator[object, None]]
 
 
 class FakePrefillHandle:
@@ -92,6 +93,8 @@ class FakePrefillHandle:
         self._replicas = replicas
         self.calls: list[bytes] = []
         self.num_cancelled = 0
+        self.ending: list[asyncio.Future[None]] = []
+        """Of the calls that were cancelled."""
         self.serializations: list[str] = []
 
     def options(self, **options: Any) -> FakePrefillHandle:
@@ -112,7 +115,7 @@ class FakePrefillHandle:
 class FakeResponse:
     """Serve's `DeploymentResponseGenerator`."""
 
-    def __init__(self, handle: FakePrefillHandle, items: AsyncIterator[object]) -> None:
+    def __init__(self, handle: FakePrefillHandle, items: AsyncGenerator[object, None]) -> None:
         self._handle = handle
         self._items = items
 
@@ -121,4 +124,6 @@ class FakeResponse:
             yield item
 
     def cancel(self) -> None:
+        """As Serve does: the replica's generator ends, a moment later."""
         self._handle.num_cancelled += 1
+        self._handle.ending.append(asyncio.ensure_future(self._items.aclose()))

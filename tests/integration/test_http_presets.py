@@ -26,7 +26,7 @@ from tests.tools.scrape import Scrape
 from tests.tools.tiny_model import make_tiny_model
 from workers.models.errors import ModelNotFoundError
 
-pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(700)]
 
 FLOOR = DecodeSettings().local_prefill_tokens
 NUM_LONG, NUM_SHORT = 32, 8
@@ -154,6 +154,12 @@ def reasons(scrape: Scrape) -> set[tuple[str, str]]:
     }
 
 
+def shows_all(scrape: Scrape, promise: Promise) -> bool:
+    """Whether nothing is left to be seen, or something was that no further round takes back."""
+    seen = reasons(scrape)
+    return not seen <= promise.reasons or (links(scrape), seen) == (promise.pairs, promise.reasons)
+
+
 @pytest.fixture(params=[MIXED, SPLIT], ids=lambda promise: promise.preset)
 def promise(request: pytest.FixtureRequest) -> Promise:
     found: Promise = request.param
@@ -178,9 +184,7 @@ async def test_prompts_go_from_each_prefill_to_each_decode_worker_as_the_preset_
     promise: Promise, server: BatonServer, asked: Asked
 ) -> None:
     rounds, last = 0, None
-    while rounds < MAX_ROUNDS and (
-        last is None or (links(last), reasons(last)) != (promise.pairs, promise.reasons)
-    ):
+    while rounds < MAX_ROUNDS and (last is None or not shows_all(last, promise)):
         heard = await ask_together(server, asked.bodies)
         rounds += 1
         assert [ear.ending for ear in heard] == ["finished"] * len(heard)
@@ -190,7 +194,7 @@ async def test_prompts_go_from_each_prefill_to_each_decode_worker_as_the_preset_
 
     assert last is not None
     assert links(last) == promise.pairs
-    assert reasons(last) == promise.reasons
+    assert reasons(last) == promise.reasons, last.by_label("baton_handoff_failures_total", "error")
     assert last.value("baton_prompts_placed_total", reason="short") == rounds * NUM_SHORT
     remote = last.value("baton_prompts_placed_total", place="remote")
     for name in ("baton_transfers_total", "baton_confirms_total"):

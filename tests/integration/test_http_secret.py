@@ -93,7 +93,9 @@ def test_a_prefill_worker_computes_nothing_for_who_has_ray_s_token_alone(
         labels = {"role": "prefill"}
         assert after.value(name, **labels) - before.value(name, **labels) == count, name
     assert complete(baton_server) == text
-    assert baton_server.wait_until_idle().value("baton_handoff_failures_total", role="decode") == 0
+    last = baton_server.wait_until_idle()
+    failures = "baton_handoff_failures_total"  # of other tests, on this server, there may be some
+    assert last.value(failures, role="decode") == before.value(failures, role="decode")
 
 
 def test_kv_moves_inside_tls_and_the_text_stays_the_same(

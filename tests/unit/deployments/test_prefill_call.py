@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from deployments.handles import PrefillPool
 from deployments.prefill_call import PrefillCall, PrefillDoor
 from kv_transfer.authentication import Purpose
+from kv_transfer.handoff import ReleaseReason
 from kv_transfer.sealing import REFUSAL, OpenedCall, SealedCall
 from kv_transfer.transport import LinkRefusedError, NotAuthenticatedError, PeerLostError
 from tests.fakes.prefill_call import (
@@ -41,7 +42,7 @@ def door(*events: PrefillEvent, secret=SECRET) -> PrefillDoor:
     return PrefillDoor(FakePrefill(*events), secret=secret)
 
 
-def pool(*replicas: Callable[[bytes], AsyncIterator[object]]) -> PrefillPool:
+def pool(*replicas: Callable[[bytes], AsyncGenerator[object, None]]) -> PrefillPool:
     return PrefillPool(FakePrefillHandle(*replicas), secret=SECRET)
 
 
@@ -121,7 +122,7 @@ async def test_a_request_of_another_version_is_refused_in_words():
     "body", [b"", b"\xc1", msgspec.msgpack.encode((7, {})), msgspec.msgpack.encode((-1, {}))]
 )
 async def test_an_answer_of_another_version_is_a_refused_link(body):
-    async def replica(message: bytes) -> AsyncIterator[object]:
+    async def replica(message: bytes) -> AsyncGenerator[object, None]:
         yield OpenedCall(SECRET, Purpose.PREFILL_CALL, message).seal(body)
 
     with pytest.raises(LinkRefusedError, match="does not speak this version"):
@@ -167,7 +168,7 @@ def changed(message: bytes, change: Callable[[Answers, Answers], list[object]]) 
     ],
 )
 async def test_an_answer_that_is_not_the_next_one_ends_the_call(change, num_good):
-    async def replica(message: bytes) -> AsyncIterator[object]:
+    async def replica(message: bytes) -> AsyncGenerator[object, None]:
         for answer in changed(message, change):
             yield answer
 
@@ -185,7 +186,7 @@ async def test_an_answer_that_is_not_the_next_one_ends_the_call(change, num_good
     [RayError("dead"), grpc.RpcError(), RuntimeError("no such code"), TypeError("raise b''")],
 )
 async def test_a_call_that_serve_fails_is_a_lost_peer(error):
-    async def replica(message: bytes) -> AsyncIterator[object]:
+    async def replica(message: bytes) -> AsyncGenerator[object, None]:
         opened = OpenedCall(SECRET, Purpose.PREFILL_CALL, message)
         yield opened.seal(msgspec.msgpack.encode((0, ACCEPTED)))
         raise error
@@ -213,13 +214,13 @@ async def tokens_by(*replicas: str) -> tuple[list[int], dict[str, int], int]:
     async with worker_rig() as rig:
         entrance = PrefillDoor(rig.prefill_workers[0].prefill, secret=SECRET)
 
-        async def impostor(message: bytes) -> AsyncIterator[object]:
+        async def impostor(message: bytes) -> AsyncGenerator[object, None]:
             """Takes whatever comes, and answers in a worker's words."""
             own = PrefillCall(OTHER_SECRET, REQUEST).message
             opened = OpenedCall(OTHER_SECRET, Purpose.PREFILL_CALL, own)
             yield opened.seal(msgspec.msgpack.encode((0, ACCEPTED)))
 
-        async def cut(message: bytes) -> AsyncIterator[object]:
+        async def cut(message: bytes) -> AsyncGenerator[object, None]:
             """Its last answer is lost, once the prompt is handed over."""
             async with aclosing(entrance.prefill(message)) as answering:
                 yield await anext(answering)
@@ -241,6 +242,27 @@ async def test_an_impostor_is_a_failed_attempt_and_no_token():
 
     assert await tokens_by("impostor", "worker") == (expected, {"NotAuthenticatedError": 1}, 0)
     assert await tokens_by("impostor", "impostor") == (expected, {"NotAuthenticatedError": 2}, 0)
+
+
+async def test_an_answer_that_decode_does_not_take_ends_its_lease():
+    """At once, by the cancelled call: not when the lease has expired."""
+    async with worker_rig() as rig:
+        entrance = PrefillDoor(rig.prefill_workers[0].prefill, secret=SECRET)
+
+        async def damaged(message: bytes) -> AsyncGenerator[object, None]:
+            async with aclosing(entrance.prefill(message)) as answering:
+                async for answer in answering:
+                    yield answer[:-1] + bytes([answer[-1] ^ 1])
+
+        calls = pool(damaged)
+        rig.prefill.script = [calls.prefill] * 2
+        client = Client(rig, generate_request(PROMPT, SamplingParams(max_tokens=4, temperature=0)))
+        await client.finished()
+        await rig.settled()
+
+        assert rig.decode.stats()[2].failures == {"NotAuthenticatedError": 2}
+        ended = rig.prefill_workers[0].stats()[1].ended
+        assert {reason: n for reason, n in ended.items() if n} == {ReleaseReason.REVOKED: 2}
 
 
 async def test_a_call_that_is_cut_short_after_the_hand_off_costs_nothing():

@@ -39,6 +39,7 @@ async def test_each_link_shows_its_transport_and_why(kind):
         assert values(decode, f"{name}_sum")[()] > 0
     name = kind.name
     link = (("peer", "prefill-0"), ("reason", "only_one"), ("transport", name))
+    assert values(prefill, "baton_strangers_total") == {(): 2}
     assert values(before, "baton_link_info") == {}
     assert values(decode, "baton_link_info") == {link: 1}
     size = 3 * FAKE_LAYOUT.bytes_per_block
