@@ -179,6 +179,9 @@ class DecodeSettings(_Group):
     gap_target_s: Seconds | None = 0.25
     """While streams run, a step takes no more prompt tokens than fit this time, as measured; null:
     as many as the engine's limits allow."""
+    gather_s: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """An idle worker waits so long after a prompt for others that come with it, so that one step
+    computes them and their streams begin together; 0: not at all."""
     silence_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
     """A decode worker that gives no sign of life for so long loses its requests to another one."""
 

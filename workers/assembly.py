@@ -137,7 +137,12 @@ def build_decode_worker(
     if prefill is not None:
         security = _link_security(settings.transfer, secret)
     engine, memory = _build_engine(
-        site, site.plan.decode, settings, region=None, gap_target_s=settings.decode.gap_target_s
+        site,
+        site.plan.decode,
+        settings,
+        region=None,
+        gap_target_s=settings.decode.gap_target_s,
+        gather_s=settings.decode.gather_s,
     )
     gpu = _gpu(settings)
     me = _peer_info(site.plan, site.plan.decode, worker_id, gpu)
@@ -176,6 +181,7 @@ def _build_engine(
     settings: Settings,
     region: SharedRegion | None,
     gap_target_s: float | None = None,
+    gather_s: float = 0.0,
 ) -> tuple[Engine, KVCache]:
     cores = _core_share(worker, settings)
     runner, memory = in_passing_thread(
@@ -208,7 +214,7 @@ def _build_engine(
     scheduler = Scheduler(
         pool, config, _prefix_scope(site, settings), groups=site.plan.layout.groups
     )
-    return Engine(scheduler, runner, cores=cores), memory
+    return Engine(scheduler, runner, cores=cores, gather_s=gather_s), memory
 
 
 def _core_share(worker: WorkerPlan, settings: Settings) -> CoreShare | None:

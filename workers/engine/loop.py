@@ -107,10 +107,16 @@ class Engine:
         runner: ModelRunner,
         clock: Clock = time.monotonic,
         cores: Cores | None = None,
+        gather_s: float = 0.0,
     ) -> None:
-        """`cores` are told whenever there begins or ceases to be something to compute."""
+        """`cores` are told whenever there begins or ceases to be something to compute.
+
+        An engine that has been idle waits `gather_s` after its first prompt for others that come
+        with it.
+        """
         self._scheduler = scheduler
         self._cores = cores
+        self._gather_s = gather_s
         self._thread = StepThread(runner)
         self._runner_tier, self._runner_cause = runner.tier, runner.cause
         self._clock = clock
@@ -290,6 +296,7 @@ class Engine:
             if plan is None:
                 self._rest()
                 await self._idle()
+                await self._gather()
             else:
                 self._claim()
                 await self._step(plan)
@@ -318,6 +325,16 @@ class Engine:
         finally:
             if timer is not None:
                 timer.cancel()
+
+    async def _gather(self) -> None:
+        """Let prompts that come together be computed in one step, and begin to stream together.
+
+        Else the first of them streams beside the prompts of the others, and whoever follows it is
+        computed beside their last tokens.
+        """
+        load = self._scheduler.load()
+        if self._gather_s and load.queued_tokens and not load.num_streams:
+            await asyncio.sleep(self._gather_s)
 
     async def _step(self, plan: StepPlan) -> None:
         """Run one step in the thread and take in what it gave."""

@@ -93,12 +93,12 @@ class Cores:
 class Rig:
     """An engine on a fake model, with what a test wants to turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, gather_s: float = 0.0) -> None:
         self.runner = FakeModelRunner(block_size=BLOCK_SIZE)
         self.clock = FakeClock()
         self.scheduler = make_scheduler()
         self.cores = Cores()
-        self.engine = Engine(self.scheduler, self.runner, self.clock, self.cores)
+        self.engine = Engine(self.scheduler, self.runner, self.clock, self.cores, gather_s)
 
     def submit(
         self,
@@ -131,8 +131,9 @@ class Rig:
 
 
 @pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
-    made = Rig()
+async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    """Gathers no prompts, or as long as a test says by its parameter."""
+    made = Rig(getattr(request, "param", 0.0))
     made.engine.start()
     yield made
     if made.runner.gate is not None:
@@ -178,6 +179,31 @@ async def test_sequences_together_get_the_tokens_that_each_gets_alone(rig):
         await sink.end()
     assert [sink.token_ids for sink in sinks] == [generate(prompt, 9) for prompt in prompts]
     assert any(len(plan.sequences) > 1 for plan in rig.runner.plans)
+
+
+@pytest.mark.parametrize(("rig", "first_step"), [(0.0, 1), (0.2, 2)], indirect=["rig"])
+async def test_prompts_that_come_with_the_first_one_are_computed_with_it_if_it_waits(
+    rig, first_step
+):
+    rig.hold_steps()
+    sinks = [Recorder(), Recorder()]
+    for sink in sinks:  # each admitted before the next one comes
+        rig.submit(sink)
+        await sink.until(Admitted)
+    rig.let_go()
+    for sink in sinks:
+        await sink.end()
+    assert len(rig.runner.plans[0].sequences) == first_step
+
+
+@pytest.mark.parametrize("rig", [3600.0], indirect=True)
+async def test_a_prompt_that_was_computed_elsewhere_is_not_waited_with(rig):
+    sink = Recorder()
+    sequence_id = rig.submit(sink, mode=SequenceMode.AWAIT_KV, max_tokens=2)
+    admitted = await sink.until(Admitted)
+    rig.runner.write(admitted.block_tables[0].block_ids, PROMPT)  # the transfer
+    rig.engine.publish(sequence_id, 7)
+    assert isinstance(await sink.end(), SequenceFinished)
 
 
 async def test_sequence_handed_over_gets_the_same_tokens(rig):
