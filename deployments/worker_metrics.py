@@ -13,20 +13,26 @@ from workers.decode import DecodeWorker, HandoffStats
 from workers.engine.loop import EngineStats
 from workers.placement import PLACES
 from workers.prefill import PrefillWorker
+from workers.runner_choice import RunnerChoice
 
 
 def prefill_samples(worker: PrefillWorker, *, stranger_calls: int) -> tuple[Sample, ...]:
     """All samples of a prefill worker, which has refused so many calls as a stranger's."""
     engine, sender = worker.stats()
     strangers = sample("baton_strangers_total", sender.strangers + stranger_calls)
-    return (*_engine(engine), *_sender(sender), strangers)
+    return (_runner(worker.runner_choice), *_engine(engine), *_sender(sender), strangers)
 
 
 def decode_samples(worker: DecodeWorker) -> tuple[Sample, ...]:
     """All samples of a decode worker."""
     engine, receiver, handoff = worker.stats()
     transfers = _receiver(receiver) if receiver is not None else ()
-    return (*_engine(engine), *transfers, *_handoff(handoff))
+    runner = _runner(worker.runner_choice)
+    return (runner, *_engine(engine), *transfers, *_handoff(handoff))
+
+
+def _runner(choice: RunnerChoice) -> Sample:
+    return sample("baton_runner_info", 1, tier=choice.tier, cause=choice.cause)
 
 
 def _engine(stats: EngineStats) -> Iterator[Sample]:
@@ -40,7 +46,6 @@ def _engine(stats: EngineStats) -> Iterator[Sample]:
     }
     for state, count in blocks.items():
         yield sample("baton_kv_blocks", count, state=state)
-    yield sample("baton_runner_info", 1, tier=stats.runner_tier, cause=stats.runner_cause)
     yield sample("baton_kv_block_size_tokens", stats.block_size)
     for status, count in stats.by_status.items():
         yield sample("baton_sequences", count, status=status.value)

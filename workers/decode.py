@@ -46,6 +46,7 @@ from workers.placement import (
     Prompt,
     Reason,
 )
+from workers.runner_choice import RunnerChoice
 
 __all__ = ["DecodeWorker", "HandoffStats"]
 
@@ -121,6 +122,11 @@ class DecodeWorker:
     def healthy(self) -> bool:
         """Whether the step loop can still produce tokens."""
         return self._engine.healthy
+
+    @property
+    def runner_choice(self) -> RunnerChoice:
+        """By which way this worker runs the model, and why; the same for as long as it lives."""
+        return self._engine.runner_choice
 
     async def start(self) -> None:
         """Run the engine and the transfer thread, and give signs of life."""

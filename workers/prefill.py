@@ -46,6 +46,7 @@ from workers.messages import (
     PrefillRequest,
     deadline_of,
 )
+from workers.runner_choice import RunnerChoice
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,11 @@ class PrefillWorker:
     def healthy(self) -> bool:
         """Whether the step loop can still compute prompts."""
         return self._engine.healthy
+
+    @property
+    def runner_choice(self) -> RunnerChoice:
+        """By which way this worker runs the model, and why; the same for as long as it lives."""
+        return self._engine.runner_choice
 
     async def start(self) -> None:
         """Run the engine and listen for fetches."""

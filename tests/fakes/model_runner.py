@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from kv_transfer.logprobs import TokenLogprobs
 from workers.engine.block_table import BlockTable
 from workers.engine.step import ScheduledSequence, SequenceId, StepPlan, StepResult
+from workers.runner_choice import RunnerChoice
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -55,7 +56,7 @@ class FakeModelRunner:
         self._block_size = block_size
         self._windows = tuple(windows)
         self._slots: dict[int, int] = {}
-        self.tier, self.cause = "fake", "by_hand"
+        self.choice = RunnerChoice(tier="stock", cause="by_hand", reason="it is a fake")
         self.plans: list[StepPlan] = []
         """Every plan executed, in order."""
         self.errors: list[BaseException] = []

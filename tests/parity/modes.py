@@ -64,7 +64,7 @@ class Watch:
 
 class _WatchedRunner:
     def __init__(self, runner: ModelRunner, watch: Watch) -> None:
-        self.tier, self.cause = runner.tier, runner.cause
+        self.choice = runner.choice
         self._runner = runner
         self._watch = watch
 

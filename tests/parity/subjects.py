@@ -160,7 +160,7 @@ def _subject(
         return runner, kv_cache
 
     return Subject(
-        name=f"{name} ({make(1)[0].tier})",
+        name=f"{name} ({make(1)[0].choice.tier})",
         model=make,
         layout=layout,
         max_model_len=max_model_len,

@@ -71,7 +71,7 @@ def build_runner(
         backend = CoreAwareBackend(backend, threads)
     make, choice = make_forward(model, checked, layout)
     runner = RaggedModelRunner(
-        make(backend), block_size=layout.block_size, settle=kv_cache.settle, cause=choice.cause
+        make(backend), block_size=layout.block_size, settle=kv_cache.settle, choice=choice
     )
     return runner, kv_cache
 

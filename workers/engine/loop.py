@@ -47,10 +47,6 @@ twice that where two workers share it, and a first step may compile."""
 class EngineStats:
     """A snapshot of an engine's load and of what it has done."""
 
-    runner_tier: str
-    """By which way the model is run."""
-    runner_cause: str
-    """Why it is that one."""
     total_blocks: int
     free_blocks: int
     reserved_blocks: int
@@ -118,7 +114,8 @@ class Engine:
         self._cores = cores
         self._gather_s = gather_s
         self._thread = StepThread(runner)
-        self._runner_tier, self._runner_cause = runner.tier, runner.cause
+        self.runner_choice = runner.choice
+        """See `ModelRunner.choice`."""
         self._clock = clock
         self._sinks: dict[SequenceId, EventSink] = {}
         self._next_id = 0
@@ -257,8 +254,6 @@ class Engine:
         blocks = self._scheduler.pool.counts()
         totals = self._scheduler.totals
         return EngineStats(
-            runner_tier=self._runner_tier,
-            runner_cause=self._runner_cause,
             total_blocks=blocks.total,
             free_blocks=blocks.free,
             reserved_blocks=blocks.reserved,

@@ -17,7 +17,7 @@ from workers.engine.logprobs import Sampled, logprobs_of, sample_with_logprobs
 from workers.engine.runners.forward import ForwardPass
 from workers.engine.sampler import SamplingRow
 from workers.engine.step import SequenceId, StepPlan, StepResult
-from workers.runner_choice import RunnerCause, RunnerTier
+from workers.runner_choice import RunnerChoice
 
 __all__ = ["RaggedModelRunner"]
 
@@ -34,23 +34,20 @@ class RaggedModelRunner:
         *,
         block_size: int,
         settle: Callable[[], None] = lambda: None,
-        cause: RunnerCause = "by_hand",
+        choice: RunnerChoice | None = None,
     ) -> None:
         """Run steps with `forward`, over a pool whose blocks hold block_size tokens.
 
-        `settle` returns when what the forward pass wrote is written: a GPU does that later. `cause`
-        is why it is this forward pass.
+        `settle` returns when what the forward pass wrote is written: a GPU does that later.
+        `choice` says why it is this forward pass; without one, it is by hand.
         """
-        self.cause = cause
-        """See `ModelRunner.cause`."""
+        self.choice = choice or RunnerChoice(
+            tier=forward.tier, cause="by_hand", reason="whoever made the runner chose it"
+        )
+        """See `ModelRunner.choice`."""
         self._forward = forward
         self._block_size = block_size
         self._settle = settle
-
-    @property
-    def tier(self) -> RunnerTier:
-        """See `ModelRunner.tier`."""
-        return self._forward.tier
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute KV for every row of a plan, and sample where it asks for that.

@@ -15,18 +15,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from workers.engine.step import StepPlan, StepResult
+from workers.runner_choice import RunnerChoice
 
 
 class ModelRunner(Protocol):
     """Does what a plan says; called from one thread, one step at a time."""
 
     @property
-    def tier(self) -> str:
-        """By which way the model is run."""
-
-    @property
-    def cause(self) -> str:
-        """Why it is that one, in a word out of a few."""
+    def choice(self) -> RunnerChoice:
+        """By which way the model is run, and why it is that one."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute KV for every row, and sample where the plan asks for it."""

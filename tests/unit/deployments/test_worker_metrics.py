@@ -8,6 +8,7 @@ from deployments.worker_metrics import decode_samples, prefill_samples
 from tests.fakes.stream_kinds import STREAM_KINDS
 from tests.fakes.worker_rig import FAKE_LAYOUT, Client, fake_model, generate_request, worker_rig
 from workers.engine.sampling_params import SamplingParams
+from workers.runner_choice import RunnerChoice
 
 PROMPT = range(100, 110)
 
@@ -55,7 +56,7 @@ async def test_each_link_shows_its_transport_and_why(kind):
 async def test_each_worker_shows_how_it_runs_its_model_and_why():
     def gave_way(num_blocks):
         runner, memory = fake_model(num_blocks)
-        runner.tier, runner.cause = "stock", "own_differs"
+        runner.choice = RunnerChoice(tier="stock", cause="own_differs", reason="by two steps")
         return runner, memory
 
     async with worker_rig(model=gave_way) as rig:

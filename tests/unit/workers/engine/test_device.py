@@ -131,7 +131,7 @@ def run(model: Any, device: torch.device) -> tuple[list[StepResult], str]:
         device=device,
     )
     assert kv_cache.device == device
-    return [runner.execute(plan) for plan in plans(num_groups)], runner.tier
+    return [runner.execute(plan) for plan in plans(num_groups)], runner.choice.tier
 
 
 @pytest.mark.parametrize(

@@ -355,7 +355,7 @@ def test_build_makes_a_checked_runner_over_a_pool_of_the_size_asked_for(own_mode
     )
 
     assert torch.get_num_threads() == 1
-    assert (runner.tier, runner.cause) == ("llama_shaped", "verified_family")
+    assert (runner.choice.tier, runner.choice.cause) == ("llama_shaped", "verified_family")
     assert kv_cache.num_blocks == 24
     assert runner.execute(step(share(0, [5, 6, 7]))).token_ids.keys() == {0}
     assert torch.isfinite(kv_cache.layer(0)[0][0, :3]).all()
