@@ -65,6 +65,7 @@ class Decode:
         return WorkerSnapshot(
             worker_id=self._worker.me.worker_id,
             role="decode",
+            runner=self._worker.runner_choice,
             samples=(
                 *decode_samples(self._worker),
                 sample("baton_strangers_total", self._channel.num_strangers),

@@ -6,6 +6,7 @@ start     Generation -> Run
 
 from __future__ import annotations
 
+import math
 import random
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from router.agent_step import AgentStep
 from router.policy import Decision
 from workers.engine.sampling_params import SamplingParams
 from workers.messages import GenerateRequest
+from workers.runner_choice import RunnerChoice
 
 __all__ = [
     "ChatTemplate",
@@ -47,6 +49,9 @@ __all__ = [
 ]
 
 Endpoint = Literal["completions", "chat_completions"]
+
+_ASK_RUNNERS_EVERY_S = 5.0
+"""At most: clients that poll `/v1/models` shall cost workers nothing to speak of."""
 
 
 class TextCodec(Protocol):
@@ -156,6 +161,8 @@ class FrontService:
         self._policy = policy
         self._rng = sources.rng
         self._peer_snapshots = peer_snapshots
+        self._runners: Mapping[str, RunnerChoice] = {}
+        self._ask_runners_at = -math.inf
 
     @property
     def cards(self) -> tuple[ModelCard, ...]:
@@ -185,6 +192,22 @@ class FrontService:
     async def metrics_text(self) -> str:
         """All metrics of this Front, the other Fronts and all workers, for a scrape."""
         return render([self.snapshot()], await self._peer_snapshots())
+
+    async def runners(self) -> Mapping[str, RunnerChoice]:
+        """How each worker, by its id, said that it runs the model; empty before any has.
+
+        A worker's choice never changes, but others may take its place: all are asked again now and
+        then, and what was said holds while nobody answers.
+        """
+        if self.clock() >= self._ask_runners_at:
+            said = {
+                snapshot.worker_id: snapshot.runner
+                for snapshot in await self._peer_snapshots()
+                if snapshot.runner is not None
+            }
+            self._runners = said or self._runners
+            self._ask_runners_at = self.clock() + _ASK_RUNNERS_EVERY_S
+        return self._runners
 
     async def prepare(
         self,

@@ -63,11 +63,12 @@ class _Pages:
 
     async def models(self, _: Request) -> Reply:
         """Every served model."""
-        return Reply(model_list(self._front.cards))
+        return Reply(model_list(self._front.cards, await self._front.runners()))
 
     async def model(self, request: Request) -> Reply:
         """One served model."""
-        return Reply(model_object(self._front.model(request.path_params["model_id"]).card))
+        card = self._front.model(request.path_params["model_id"]).card
+        return Reply(model_object(card, await self._front.runners()))
 
     async def health(self, _: Request) -> Reply:
         """The process is alive."""

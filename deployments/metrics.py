@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from deployments.openai.answer import Usage
 from kv_transfer.durations import HANDOFF_BOUNDS_S
 from kv_transfer.selection import LinkReason
+from workers.runner_choice import RunnerChoice
 
 __all__ = [
     "METRICS",
@@ -229,6 +230,8 @@ class WorkerSnapshot:
     worker_id: str
     role: str
     samples: tuple[Sample, ...]
+    runner: RunnerChoice | None = None
+    """How it runs the model, for `/v1/models`: words are no labels. A Front runs none."""
 
 
 def render(

@@ -56,6 +56,7 @@ class Prefill:
         return WorkerSnapshot(
             worker_id=self._worker.me.worker_id,
             role="prefill",
+            runner=self._worker.runner_choice,
             samples=(
                 *prefill_samples(self._worker, stranger_calls=self._door.num_strangers),
                 loop_sample(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ class ModelCard:
     eos_token_ids: frozenset[int]
     """All ids that end an answer: the tokenizer's and the generation config's."""
     runner: RunnerChoice
-    """How it is run, by its configuration; the metric `baton_runner_info` has the last word."""
+    """How it is run, by its configuration; the workers have the last word."""
     default_max_tokens: int = 1024
     """Output tokens where the client names no maximum, if the window has the room."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -42,18 +42,38 @@ class ModelCard:
     """Seconds since 1970 at which serving began."""
 
 
-def model_object(card: ModelCard) -> dict[str, Any]:
-    """The body of GET /v1/models/{id}."""
+def model_object(card: ModelCard, runners: Mapping[str, RunnerChoice]) -> dict[str, Any]:
+    """The body of GET /v1/models/{id}; `runners` is how each worker, by its id, runs the model.
+
+    Without any, it is run as its configuration says, as far as anybody knows.
+    """
+    workers: dict[RunnerChoice, list[str]] = {}
+    for worker_id in sorted(runners):
+        workers.setdefault(runners[worker_id], []).append(worker_id)
+    # Where they differ: as the first decode worker does, for decode sorts before prefill.
+    shown = next(iter(workers), card.runner)
     return {
         "id": card.name,
         "object": "model",
         "created": card.created,
         "owned_by": "baton",
         "max_model_len": card.window,
-        "baton": {"runner": card.runner.tier, "runner_reason": card.runner.reason},
+        "baton": {
+            **_runner(shown),
+            "runner_source": "workers" if workers else "configuration",
+            "runners": [{**_runner(choice), "workers": ids} for choice, ids in workers.items()],
+        },
     }
 
 
-def model_list(cards: Iterable[ModelCard]) -> dict[str, Any]:
+def model_list(cards: Iterable[ModelCard], runners: Mapping[str, RunnerChoice]) -> dict[str, Any]:
     """The body of GET /v1/models."""
-    return {"object": "list", "data": [model_object(card) for card in cards]}
+    return {"object": "list", "data": [model_object(card, runners) for card in cards]}
+
+
+def _runner(choice: RunnerChoice) -> dict[str, str]:
+    return {
+        "runner": choice.tier,
+        "runner_cause": choice.cause,
+        "runner_reason": choice.reason,
+    }

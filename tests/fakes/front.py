@@ -91,6 +91,7 @@ def make_front(
     settings: dict[str, Any] | None = None,
     policy: FakePolicy | None = None,
     peer_snapshots: Callable[[], Awaitable[Sequence[WorkerSnapshot]]] = _no_peers,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[FrontService, FakeBackend]:
     """A Front that serves MODEL, and the backend behind it."""
     backend = FakeBackend(script)
@@ -113,7 +114,7 @@ def make_front(
         policy=policy or FakePolicy(),
         settings=FrontSettings(**{"version": "0.0", **(settings or {})}),
         metrics=FrontMetrics("front-0"),
-        sources=Sources(clock=time.monotonic, wall_clock=time.time, rng=random.Random(1)),
+        sources=Sources(clock=clock, wall_clock=time.time, rng=random.Random(1)),
         peer_snapshots=peer_snapshots,
     )
     return front, backend

@@ -101,6 +101,21 @@ def test_a_short_prompt_is_computed_on_decode_and_nothing_moves(baton_server: Ba
     assert grown(before, after, "baton_leases_opened_total") == 0
 
 
+def test_the_page_of_models_and_the_metrics_say_alike_how_each_worker_runs_it(
+    baton_server: BatonServer,
+) -> None:
+    seen = baton_server.wait_until_idle()
+    response = httpx.get(f"{baton_server.base_url}/v1/models/{MODEL}", timeout=30)
+    shown = response.raise_for_status().json()["baton"]
+
+    assert shown["runner_source"] == "workers"
+    (runner,) = shown["runners"]
+    assert runner["workers"] == ["decode-0", "prefill-0"]
+    for worker in runner["workers"]:
+        labels = {"tier": runner["runner"], "cause": runner["runner_cause"], "worker": worker}
+        assert seen.value("baton_runner_info", **labels) == 1
+
+
 async def test_a_text_does_not_depend_on_what_else_is_served(baton_server: BatonServer) -> None:
     """INV-SAME: alone, and in whatever batches two of each at once make."""
     async with make_client(baton_server.base_url, timeout_s=120) as client:

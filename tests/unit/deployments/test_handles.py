@@ -3,44 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 from ray.exceptions import RayError
 
 from deployments.handles import ask_all
-
-Reply = Callable[[], Awaitable[object]]
-
-
-class FakeReply:
-    """One replica's result, as `DeploymentBroadcastResponse` keeps it."""
-
-    def __init__(self, answer: Reply) -> None:
-        self.get_async = answer
-
-
-class FakeBroadcast:
-    """Serve's `DeploymentBroadcastResponse`, as far as `ask_all` uses it."""
-
-    def __init__(self, replies: list[Reply] | Exception) -> None:
-        self._replies = replies
-
-    async def _fetch_replica_results_async(self) -> list[FakeReply]:
-        if isinstance(self._replies, Exception):
-            raise self._replies
-        return [FakeReply(reply) for reply in self._replies]
-
-
-class FakeHandle:
-    """Serve's `DeploymentHandle`, as far as `ask_all` uses it."""
-
-    def __init__(self, replies: list[Reply] | Exception) -> None:
-        self._replies = replies
-        self.asked: list[str] = []
-
-    def broadcast(self, method: str) -> FakeBroadcast:
-        self.asked.append(method)
-        return FakeBroadcast(self._replies)
+from tests.fakes.handle import FakeHandle, hanging
 
 
 async def one() -> int:
@@ -53,11 +20,6 @@ async def two() -> int:
 
 async def dead() -> int:
     raise RayError
-
-
-async def hanging() -> int:
-    await asyncio.Event().wait()
-    return 3
 
 
 async def test_every_replica_s_answer_comes_back():

@@ -260,7 +260,6 @@ async def test_a_request_without_an_id_gets_one(client):
 async def test_the_models_are_listed(client):
     (model,) = (await client.get("/v1/models")).json()["data"]
     assert (model["id"], model["max_model_len"]) == (MODEL, WINDOW)
-    assert model["baton"] == {"runner": "stock", "runner_reason": "it is a fake"}
     assert (await client.get(f"/v1/models/{MODEL}")).json() == model
 
 

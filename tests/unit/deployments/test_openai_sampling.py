@@ -153,5 +153,5 @@ def test_chat_names_messages_where_completions_name_the_prompt():
 
 
 def test_the_list_of_models_shows_the_window():
-    (shown,) = model_list([CARD])["data"]
+    (shown,) = model_list([CARD], {})["data"]
     assert (shown["id"], shown["object"], shown["max_model_len"]) == ("m", "model", 100)
