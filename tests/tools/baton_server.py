@@ -159,6 +159,9 @@ class BatonServer:
         raise AssertionError(f"baton serve did not start:\n{self.log.read_text()}")
 
     def _is_ready(self) -> bool:
+        """By its own word too: it answers a moment before, when SIGTERM would still end a start."""
+        if "Ready after" not in self.log.read_text():
+            return False
         try:
             return httpx.get(f"{self.base_url}/ready", timeout=10).status_code == httpx.codes.OK
         except httpx.HTTPError:
