@@ -28,7 +28,7 @@ from workers.engine.runners.self_check import CheckedModel, check_model
 from workers.engine.runners.stock import StockForward
 from workers.errors import UnsupportedModelError
 from workers.models.loading import ModelInfo, load_weights
-from workers.runner_choice import RunnerChoice, runner_of
+from workers.runner_choice import RunnerCause, RunnerChoice, runner_of
 
 __all__ = ["build_runner", "make_forward"]
 
@@ -90,18 +90,23 @@ def make_forward(
     if choice.tier == "llama_shaped":
         try:
             make = _own_decoder(model, checked, layout)
-        except Exception as error:  # the stock modules were just seen to do what this could not
+        except UnsupportedModelError as error:
             _logger.warning("own decoder is not right", exc_info=True)
-            choice = RunnerChoice(
-                tier="stock",
-                cause="own_differs" if isinstance(error, UnsupportedModelError) else "own_failed",
-                reason=f"the decoder of our own failed: {error}",
-            )
+            choice = _stock("own_differs", str(error))
+        except Exception as error:  # the stock modules were just seen to do what this could not
+            _logger.warning("own decoder failed", exc_info=True)
+            # Clients read it in /v1/models: the rest of it is in the log.
+            choice = _stock("own_failed", type(error).__name__)
     _logger.info(
         "runner architecture=%s tier=%s cause=%s reason=%s",
         *(type(model).__name__, choice.tier, choice.cause, choice.reason),
     )
     return make or (lambda backend: StockForward(model, backend)), choice
+
+
+def _stock(cause: RunnerCause, why: str) -> RunnerChoice:
+    reason = f"the decoder of our own failed: {why}"
+    return RunnerChoice(tier="stock", cause=cause, reason=reason)
 
 
 def _own_decoder(model: torch.nn.Module, checked: CheckedModel, layout: KVLayout) -> ForwardFactory:

@@ -242,6 +242,7 @@ def test_the_stock_modules_still_work_after_the_decoder_gave_way(monkeypatch):
 
     assert forward.tier == "stock"
     assert choice.cause == "own_failed"
+    assert choice.reason == "the decoder of our own failed: RuntimeError"
     assert torch.equal(forward.logits(meta, np.arange(10)), before)
 
 
