@@ -128,6 +128,8 @@ class Generation:
     model: str
     pool: str
     has_logprobs: bool
+    has_token_ids: bool
+    """Whether tokens in log-probabilities are named by id."""
     plans: tuple[SequencePlan, ...]
     is_stream: bool
     include_usage: bool
@@ -340,6 +342,7 @@ class FrontService:
             model=body.model,
             pool=decision.pool,
             has_logprobs=body.num_logprobs is not None,
+            has_token_ids=bool(body.return_tokens_as_token_ids),
             plans=plans,
             is_stream=bool(body.stream),
             include_usage=bool(options.include_usage),

@@ -133,6 +133,7 @@ class GenerationEndpoint:
             created=int(self._front.wall_clock()),
             model=generation.model,
             has_logprobs=generation.has_logprobs,
+            has_token_ids=generation.has_token_ids,
         )
 
 

@@ -220,6 +220,9 @@ class GenerationBody(_Strict):
         le=MAX_LOGPROBS,
         description="Log-probabilities of prompt tokens, with so many alternatives.",
     )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Tokens in logprobs are written token_id:N; needs logprobs."
+    )
     seed: int | None = Field(None, ge=_INT64_MIN, le=_INT64_MAX)
     stop: _StopField = ()
     stop_token_ids: list[_TokenId] | None = Field(None, max_length=256)
@@ -307,7 +310,7 @@ class ChatBody(GenerationBody):
 
 
 Body = CompletionBody | ChatBody
-AnyBody = TypeVar("AnyBody", bound=GenerationBody)
+AnyBody = TypeVar("AnyBody", CompletionBody, ChatBody)
 
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -327,7 +330,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
 }
 _IGNORED = (
     "user",
@@ -419,6 +421,11 @@ def _checked(body: AnyBody) -> AnyBody:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError(
             "stream_options are allowed only when stream is true", param="stream_options"
+        )
+    if body.return_tokens_as_token_ids and body.num_logprobs is None:
+        raise InvalidRequestError(
+            "return_tokens_as_token_ids is allowed only with logprobs",
+            param="return_tokens_as_token_ids",
         )
     limits = (body.max_tokens, body.max_completion_tokens)
     if None not in limits and limits[0] != limits[1]:

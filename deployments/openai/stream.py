@@ -73,6 +73,8 @@ class _Head:
     model: str
     has_logprobs: bool = False
     """Whether the client asks for the text's tokens."""
+    has_token_ids: bool = False
+    """Whether it wants them named by id."""
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -99,7 +101,7 @@ class CompletionDialect(_Head):
 
     def text_chunk(self, delta: Delta) -> dict[str, Any]:
         """Text of a choice, with its tokens."""
-        logprobs = completion_logprobs(delta.tokens) if delta.tokens else None
+        logprobs = self._logprobs(delta.tokens) if delta.tokens else None
         return self._chunk(delta.index, delta.text, logprobs, None, delta.prompt)
 
     def end_chunk(self, index: int, ending: Ending) -> dict[str, Any]:
@@ -118,13 +120,16 @@ class CompletionDialect(_Head):
                 self._choice(
                     choice.index,
                     choice.text,
-                    completion_logprobs(choice.tokens) if self.has_logprobs else None,
+                    self._logprobs(choice.tokens) if self.has_logprobs else None,
                     choice.ending,
                     choice.prompt,
                 )
                 for choice in choices
             ],
         )
+
+    def _logprobs(self, tokens: Sequence[TokenEntry]) -> dict[str, Any]:
+        return completion_logprobs(tokens, by_id=self.has_token_ids)
 
     def _chunk(self, index: int, *fields: Any) -> dict[str, Any]:
         return self._object("text_completion", [self._choice(index, *fields)])
@@ -151,7 +156,7 @@ class ChatDialect(_Head):
 
     def text_chunk(self, delta: Delta) -> dict[str, Any]:
         """Text of a choice, with its tokens."""
-        logprobs = chat_logprobs(delta.tokens) if delta.tokens else None
+        logprobs = self._logprobs(delta.tokens) if delta.tokens else None
         chunk = self._chunk(delta.index, {"content": delta.text}, logprobs=logprobs)
         return _with_prompt(chunk, delta.prompt)
 
@@ -172,13 +177,16 @@ class ChatDialect(_Head):
                 {
                     "index": choice.index,
                     "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                    "logprobs": chat_logprobs(choice.tokens) if self.has_logprobs else None,
+                    "logprobs": self._logprobs(choice.tokens) if self.has_logprobs else None,
                     **_ending_fields(choice.ending),
                 }
                 for choice in shown
             ],
         )
         return _with_prompt(body, next((choice.prompt for choice in shown), None))
+
+    def _logprobs(self, tokens: Sequence[TokenEntry]) -> dict[str, Any]:
+        return chat_logprobs(tokens, by_id=self.has_token_ids)
 
     def _chunk(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
@@ -74,6 +75,13 @@ async def test_a_completions_tokens_are_its_text(official):
             logprobs.top_logprobs, logprobs.tokens, logprobs.token_logprobs, strict=True
         )
     )
+
+
+async def test_a_completions_tokens_can_be_named_by_their_ids(official):
+    fields: Any = {"logprobs": 0, "extra_body": {"return_tokens_as_token_ids": True}}
+    ((text, logprobs),) = await completion(official, **fields)
+    assert text == ANSWER
+    assert logprobs.tokens == [f"token_id:{each}" for each in ids_of(ANSWER)]
 
 
 async def test_text_offsets_count_from_the_start_of_the_prompt(official):
@@ -163,6 +171,15 @@ async def test_a_chats_tokens_are_its_text(official, number):
     assert {len(entry.top_logprobs) for entry in content} == {number}
     assert streamed == content
     assert reasons[-1] == choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chats_tokens_can_be_named_by_their_ids(served, stream):
+    async with client_of(served[0]) as client:
+        wishes = {"logprobs": True, "return_tokens_as_token_ids": True, "stream": stream}
+        response = await client.post("/v1/chat/completions", json={**CHAT, **wishes})
+    named = re.findall(r'"token":"token_id:(\d+)"', response.text)
+    assert tuple(map(int, named)) == ids_of(ANSWER)
 
 
 async def test_a_chat_without_tokens_has_an_empty_list(codec):

@@ -75,6 +75,20 @@ def test_of_two_tokens_with_one_text_the_likelier_counts_but_the_tokens_own_is_k
     assert completion_logprobs([entry])["top_logprobs"] == [{"a": -3.0, "b": -0.7}]
 
 
+def test_tokens_can_be_named_by_their_ids():
+    """Two tokens of one text are two then; the bytes of chat are those of the text still."""
+    assert completion_logprobs([FIRST, HALF], by_id=True) == {
+        "tokens": ["token_id:1", "token_id:5"],
+        "token_logprobs": [None, -2.0],
+        "top_logprobs": [None, {"token_id:6": -0.25, "token_id:7": -0.5, "token_id:5": -2.0}],
+        "text_offset": [0, 4],
+    }
+    (entry,) = chat_logprobs([HALF], by_id=True)["content"]
+    assert (entry["token"], entry["bytes"]) == ("token_id:5", [0xF0, 0x9F])
+    named = [(each["token"], each["bytes"]) for each in entry["top_logprobs"]]
+    assert named == [("token_id:6", [0x20, 0x61]), ("token_id:7", [0xF0])]
+
+
 def test_all_of_it_is_json():
     for shape in (completion_logprobs, chat_logprobs, prompt_logprobs):
         json.dumps(shape([HALF, RARE]), allow_nan=False)

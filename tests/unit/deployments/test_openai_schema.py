@@ -252,6 +252,19 @@ def test_chats_log_probabilities_do_not_need_a_number():
 
 
 @pytest.mark.parametrize(
+    ("parser", "body", "off", "on"),
+    [(parse_completion, COMPLETION, None, 0), (parse_chat, CHAT, False, True)],
+)
+def test_token_ids_are_of_log_probabilities_and_need_them(parser, body, off, on):
+    name = "return_tokens_as_token_ids"
+    assert refusal(parser, {**body, "logprobs": off, name: True}).param == name
+    assert refusal(parser, {**body, "logprobs": on, name: 1}).param == name
+    assert parser({**body, "logprobs": on, name: True}).return_tokens_as_token_ids
+    for neutral in (False, None):
+        assert not parser({**body, name: neutral}).return_tokens_as_token_ids
+
+
+@pytest.mark.parametrize(
     ("fields", "number"),
     [
         ({}, None),
