@@ -1,12 +1,12 @@
-"""How long a stream pauses when its decode worker is killed or stops; is its text the same?
+"""How long a stream pauses when its decode worker is killed or stops; are its tokens the same?
 
     python -m tests.bench.bench_resume --rounds 10
     python -m tests.bench.bench_resume --case "killed, another is there"
 
-The default model in fp32; greedy and sampled streams in turns. The text and its number of tokens
-are compared with those of a colocated worker that nothing happened to; the pause is the longest gap
-between two pieces of text that the client saw, and beside it stands the median gap of the same
-stream. Exits with 1 unless all are the same.
+The default model in fp32; greedy and sampled streams in turns. The tokens are compared, by their
+ids, with those of a colocated worker that nothing happened to; the pause is the longest gap between
+two pieces of text that the client saw, and beside it stands the median gap of the same stream.
+Exits with 1 unless all are the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.tools.baton_server import MODEL, BatonServer
 from tests.tools.bench_process import bench_directory, say
 from tests.tools.faults import stopped
 from tests.tools.golden import Answer, golden_answers, greedy_or_sampled
-from tests.tools.hearing import Heard, hear
+from tests.tools.hearing import TOKEN_IDS, Heard, hear
 from tests.tools.scrape import Scrape
 
 WINDOW = 512
@@ -96,6 +96,7 @@ def bodies(rounds: int, seed: int) -> list[dict[str, Any]]:
             "seed": number,
             "ignore_eos": True,
             "stream": True,
+            **TOKEN_IDS,
         }
         for number in range(seed, seed + rounds)
     ]
@@ -150,7 +151,7 @@ def _cpu_s(pid: int) -> float:
 
 
 async def _measure(directory: Path, cases: Sequence[Case], asked: Sequence[dict[str, Any]]) -> bool:
-    """Print a line for each case; whether every text was the right one."""
+    """Print a line for each case; whether every token was the right one."""
     is_right = True
     answers = await golden_answers(COMMON, asked)
     for case in cases:
@@ -177,7 +178,7 @@ def _line(case: Case, found: Sequence[Round]) -> str:
 
 
 def _same(found: Sequence[Round], *, is_greedy: bool) -> str:
-    """How many streams of a kind had the right text, of how many."""
+    """How many streams of a kind had the right tokens, of how many."""
     kind = [one.is_same for one in found if one.is_greedy is is_greedy]
     return f"{sum(kind)}/{len(kind)}"
 

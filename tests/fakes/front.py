@@ -16,6 +16,7 @@ from deployments.front_service import FrontService, FrontSettings, ServedModel, 
 from deployments.http_app import build_app
 from deployments.metrics import FrontMetrics, WorkerSnapshot
 from deployments.openai.models import ModelCard
+from deployments.pipeline import Backend
 from deployments.text.chat import ChatEncoder
 from deployments.text.tokenizer import TextTokenizer
 from router.agent_step import AgentStep
@@ -92,8 +93,9 @@ def make_front(
     policy: FakePolicy | None = None,
     peer_snapshots: Callable[[], Awaitable[Sequence[WorkerSnapshot]]] = _no_peers,
     clock: Callable[[], float] = time.monotonic,
+    in_front: Callable[[FakeBackend], Backend] = lambda backend: backend,
 ) -> tuple[FrontService, FakeBackend]:
-    """A Front that serves MODEL, and the backend behind it."""
+    """A Front that serves MODEL, and the backend behind it: at once, or behind another one."""
     backend = FakeBackend(script)
     facts: dict[str, Any] = {
         "name": MODEL,
@@ -110,7 +112,7 @@ def make_front(
     )
     front = FrontService(
         models=[model],
-        backends={"main": backend},
+        backends={"main": in_front(backend)},
         policy=policy or FakePolicy(),
         settings=FrontSettings(**{"version": "0.0", **(settings or {})}),
         metrics=FrontMetrics("front-0"),

@@ -59,8 +59,10 @@ async def test_a_wrong_token_would_be_seen(tiny_model: str) -> None:
     config = replace(CONFIG, num_asks=2, num_clients=1, leaving=0.0)
     right, other = await make_asks(tiny_model, config)
     overrides = (f"model.source={tiny_model}", "model.name=served", "model.dtype=fp32")
+    *first, last = right.answer.token_ids
     one_more = replace(right.answer, num_tokens=right.answer.num_tokens + 1)
-    wrong = (other.answer, replace(right.answer, text=""), one_more)
+    one_other = replace(right.answer, token_ids=(*first, last + 1))
+    wrong = (other.answer, replace(right.answer, text=""), one_more, one_other)
     async with colocated_client(overrides) as client:
         crowds = [
             await one_answer(client, asked, config)

@@ -21,7 +21,7 @@ import pytest
 from configs.schema import DecodeSettings
 from tests.tools.baton_server import BatonServer
 from tests.tools.golden import Answer, golden_answers, greedy_or_sampled
-from tests.tools.hearing import Heard, hear
+from tests.tools.hearing import TOKEN_IDS, Heard, hear
 from tests.tools.scrape import Scrape
 from tests.tools.tiny_model import make_tiny_model
 from workers.models.errors import ModelNotFoundError
@@ -96,7 +96,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Asked:
         model = make_tiny_model(tmp_path_factory.mktemp("tiny"))
     except ModelNotFoundError as error:
         pytest.skip(str(error))
-    # In fp32 no text depends on what else is in its batch.
+    # In fp32 no token depends on what else is in its batch.
     settings = (f"model.source={model}", "model.name=served", "model.dtype=fp32")
     bodies = make_bodies(random.Random(4))
     answers = asyncio.run(golden_answers(settings, bodies))
@@ -114,6 +114,7 @@ def make_bodies(rng: random.Random) -> list[dict[str, Any]]:
             "seed": number,
             "ignore_eos": True,
             **greedy_or_sampled(number),
+            **TOKEN_IDS,
         }
         for number, length in enumerate(lengths)
     ]

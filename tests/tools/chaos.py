@@ -1,6 +1,6 @@
 """Load, faults, clients that leave and pools that are always full; then silence, and the sums.
 
-Every prompt has one right text of so many tokens, whatever happens to the workers that make it:
+Every prompt has one right answer, token by token, whatever happens to the workers that make it:
 greedy or sampled with a seed, in fp32. A client that is answered anything else, part of an answer
 included, is shown.
 """
@@ -21,7 +21,7 @@ import httpx
 from tests.tools.baton_server import BatonServer
 from tests.tools.faults import FAULTY_SETTINGS, Faults
 from tests.tools.golden import Answer, golden_answers, greedy_or_sampled
-from tests.tools.hearing import Heard, hear
+from tests.tools.hearing import TOKEN_IDS, Heard, hear
 from tests.tools.scrape import Scrape
 
 __all__ = [
@@ -162,6 +162,7 @@ def _body(rng: random.Random, config: ChaosConfig, number: int) -> dict[str, Any
         "seed": number,
         "ignore_eos": True,
         "cache_salt": f"tenant-{number % 3}",
+        **TOKEN_IDS,
     }
 
 
@@ -282,7 +283,7 @@ class Crowd:
         if ending == "finished":
             is_right = ask.answer.is_that_of(heard)
         else:
-            is_right = ask.answer.text.startswith(heard.text)
+            is_right = ask.answer.begins_as(heard)
         if not is_right or ending.startswith("broken"):
             what = {key: body[key] for key in ("seed", "temperature", "stream", "max_tokens")}
-            self.wrong.append(f"{ending}: {heard.text!r}, not {ask.answer}; {what} {heard}")
+            self.wrong.append(f"{ending}: {heard}, not {ask.answer}; {what}")

@@ -24,7 +24,7 @@ from deployments.resume import ResumeConfig, ResumingBackend
 from deployments.served_model import read_served_model
 from kv_transfer.authentication import Secret
 from router.fixed import FixedPolicy
-from tests.tools.hearing import Heard, hear
+from tests.tools.hearing import TOKEN_IDS, Heard, hear
 from workers.assembly import build_decode_worker
 from workers.decode import DecodeWorker
 from workers.messages import GenerateRequest, WorkerEvent
@@ -37,17 +37,22 @@ _HANG_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a request is to be answered.
-
-    No token ids come over HTTP, and other tokens may have the same text: their number counts too.
-    """
+    """What a request is to be answered, token by token: other tokens may have the same text."""
 
     text: str
+    token_ids: tuple[int, ...]
     num_tokens: int
+    """As the server counts them: one more where an end token, which it does not show, came last."""
 
     def is_that_of(self, heard: Heard) -> bool:
         """Whether this is what a client has heard, to the end."""
-        return (heard.text, heard.num_tokens) == (self.text, self.num_tokens)
+        said = (heard.text, tuple(heard.token_ids), heard.num_tokens)
+        return said == (self.text, self.token_ids, self.num_tokens)
+
+    def begins_as(self, heard: Heard) -> bool:
+        """Whether this goes on from what a client has heard, which may be nothing."""
+        same_ids = self.token_ids[: len(heard.token_ids)] == tuple(heard.token_ids)
+        return same_ids and self.text.startswith(heard.text)
 
 
 def greedy_or_sampled(number: int) -> dict[str, float]:
@@ -125,8 +130,15 @@ async def golden_answers(
     async with colocated_client(overrides) as client:
         for number, body in enumerate(bodies):
             heard = Heard()
-            await hear(client, {**body, "cache_salt": f"golden-{number}"}, heard, time.monotonic)
+            asked = {**body, **TOKEN_IDS, "cache_salt": f"golden-{number}"}
+            await hear(client, asked, heard, time.monotonic)
             assert heard.ending == "finished", heard
             assert heard.num_tokens is not None, heard
-            answers.append(Answer(text=heard.text, num_tokens=heard.num_tokens))
+            answers.append(
+                Answer(
+                    text=heard.text,
+                    token_ids=tuple(heard.token_ids),
+                    num_tokens=heard.num_tokens,
+                )
+            )
     return answers

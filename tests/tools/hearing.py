@@ -9,10 +9,14 @@ from typing import Any
 
 import httpx
 
-__all__ = ["Heard", "hear"]
+__all__ = ["TOKEN_IDS", "Heard", "hear"]
+
+TOKEN_IDS: Mapping[str, Any] = {"logprobs": 0, "return_tokens_as_token_ids": True}
+"""The fields of a request that is to be answered with the ids of its tokens."""
 
 _PATH = "/v1/completions"
 _DATA = "data: "
+_TOKEN_ID = "token_id:"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,8 +25,10 @@ class Heard:
 
     status: int | None = None
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    """Of the text; none unless they are asked for, by `TOKEN_IDS`."""
     num_tokens: int | None = None
-    """Of the text, as the server has counted them: it says so at the end."""
+    """As the server has counted them: it says so at the end."""
     finish_reasons: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     """Codes of the error body, or of error events."""
@@ -55,6 +61,9 @@ class Heard:
             if choice["text"]:
                 self.text += choice["text"]
                 self.times.append(now)
+            if choice.get("logprobs") is not None:
+                names = choice["logprobs"]["tokens"]
+                self.token_ids += [int(name.removeprefix(_TOKEN_ID)) for name in names]
             if choice["finish_reason"] is not None:
                 self.finish_reasons.append(choice["finish_reason"])
 
