@@ -46,7 +46,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="clients for each phase")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--phase", type=int, action="append", choices=[phase.number for phase in PHASES]
+        "--phase",
+        type=int,
+        action="append",
+        choices=[phase.number for phase in PHASES],
+        help="by its row in docs/architecture.md, Life of a request",
     )
     parser.add_argument("--chunks", choices=CHUNKS, default="small", help="of prompts, in tokens")
     parser.add_argument("--kill", action="store_true", help="kill workers after the other phases")
@@ -74,7 +78,7 @@ async def _measure(
 
 
 def _line(phase: Phase, releases: list[Release]) -> str:
-    name = f"{phase.number:>2} {phase.name}"
+    name = f"{phase.number} {phase.name}"
     if not releases:
         return f"{name:<58}    0: no client left in it"
     times = [1e3 * release.seconds for release in releases]

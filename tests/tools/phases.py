@@ -74,7 +74,7 @@ class Sight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A phase of `docs/architecture.md`, by its number in the life of a request."""
+    """A phase of a request, by the row of `docs/architecture.md`, "Life of a request", it is in."""
 
     number: int
     name: str
@@ -135,40 +135,40 @@ def chunks_of(chunks: Mapping[str, int]) -> tuple[str, ...]:
 
 
 PHASES = (
-    Phase(number=4, name="Front has sent it, decode has not looked", body=_body(SHORT_TOKENS)),
+    Phase(number=3, name="Front has sent it, decode has not looked", body=_body(SHORT_TOKENS)),
     Phase(
-        number=5,
+        number=4,
         name="waits for a reservation",
         body=_body(SHORT_TOKENS),
         is_seen=lambda sight: sight.now.value("baton_queue_length", role="decode") > 0,
         is_blocked=True,
     ),
     Phase(
-        number=6,
+        number=5,
         name="its prompt is computed on decode",
         body=_body(LOCAL_TOKENS),
         is_seen=_computes_here,
     ),
     Phase(
-        number=7,
+        number=6,
         name="its first chunk is computed on prefill",
         body=_body(LONG_TOKENS),
         is_seen=_computes_there,
     ),
     Phase(
-        number=8,
+        number=7,
         name="chunks are fetched, more are computed",
         body=_body(LONG_TOKENS),
         is_seen=_fetches,
     ),
     Phase(
-        number=9,
+        number=8,
         name="decode makes tokens, nothing is sent",
         body=_body(SHORT_TOKENS),
         is_seen=lambda sight: sight.grown("baton_output_tokens_total", role="decode") > 2,
     ),
     Phase(
-        number=10,
+        number=9,
         name="the client reads a stream",
         body=_body(SHORT_TOKENS, stream=True),
         is_seen=lambda sight: len(sight.heard.times) > 2,
@@ -177,7 +177,7 @@ PHASES = (
 
 KILLS = tuple(
     Phase(
-        number=8,
+        number=7,
         name=f"{victim} is killed while chunks are fetched",
         body=_body(LONG_TOKENS),
         is_seen=_fetches,
