@@ -153,10 +153,16 @@ def check_capabilities(
     reach = "within and between hosts" if abilities.cross_host else "within a host"
     reach += {"any": "", "one": ", on one GPU", "two": ", from one GPU to another"}[abilities.gpus]
     kinds = " or ".join(sorted(abilities.memory_kinds))
+    fence = {
+        "on_close": "its session is closed",
+        "on_abort": "its process group is aborted",
+        "on_agent_restart": "its READs are done or decode's agent is ended",
+    }[abilities.fence]
     return Check(
         id="CAPABILITIES",
         outcome=Outcome.HOLDS,
-        sentence=f"{transport}: {reach}, for pools in {kinds} memory; decode {sends}{stops}.",
+        sentence=f"{transport}: {reach}, for pools in {kinds} memory; decode {sends}{stops}; "
+        f"blocks of a failed transfer stay unused until {fence}.",
     )
 
 

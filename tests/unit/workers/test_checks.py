@@ -37,6 +37,8 @@ LOCAL = TransferSettings()
 WIDE = TransferSettings(host="10.0.0.1")
 READS = "decode reads blocks by itself"
 IS_GIVEN = "decode is given blocks by prefill"
+CLOSED = "its session is closed"
+ABORTED = "its process group is aborted"
 TLS = TlsSettings(certificate="a.pem", key="a.key", ca="ca.pem")
 
 
@@ -213,36 +215,56 @@ def test_what_is_said_of_a_transport_is_what_it_declares(transport) -> None:
 
 
 @pytest.mark.parametrize(
-    ("declared", "transport", "says"),
+    ("declared", "transport", "says", "fence"),
     [
-        (CAPABILITIES, "shm", f"within a host, for pools in host memory; {READS}"),
-        (CAPABILITIES, "tcp", f"within and between hosts, for pools in host memory; {IS_GIVEN}"),
-        (CAPABILITIES, "nixl", f"within and between hosts, for pools in host memory; {READS}"),
-        (CAPABILITIES, "torch", f"within and between hosts, for pools in host memory; {IS_GIVEN}"),
+        (CAPABILITIES, "shm", f"within a host, for pools in host memory; {READS}", CLOSED),
+        (
+            CAPABILITIES,
+            "tcp",
+            f"within and between hosts, for pools in host memory; {IS_GIVEN}",
+            CLOSED,
+        ),
+        (
+            CAPABILITIES,
+            "nixl",
+            f"within and between hosts, for pools in host memory; {READS}",
+            "its READs are done or decode's agent is ended",
+        ),
+        (
+            CAPABILITIES,
+            "torch",
+            f"within and between hosts, for pools in host memory; {IS_GIVEN}",
+            ABORTED,
+        ),
         (
             GPU_CAPABILITIES,
             "cuda_ipc",
             f"within a host, on one GPU, for pools in cuda memory; {READS}",
+            CLOSED,
         ),
         (
             GPU_CAPABILITIES,
             "torch",
             "within and between hosts, from one GPU to another, for pools in cuda memory; "
             f"{IS_GIVEN}",
+            ABORTED,
         ),
         (
             GPU_CAPABILITIES,
             "tcp",
             f"within and between hosts, for pools in cuda memory; {IS_GIVEN}",
+            CLOSED,
         ),
     ],
 )
 def test_the_plan_says_what_a_transport_can_do(
-    declared: Mapping[str, Capabilities], transport: str, says: str
+    declared: Mapping[str, Capabilities], transport: str, says: str, fence: str
 ) -> None:
-    waits = "and waits while prefill's process is stopped."
+    waits = "and waits while prefill's process is stopped"
+    reuse = f"blocks of a failed transfer stay unused until {fence}."
 
-    assert check_capabilities(transport, declared).sentence == f"{transport}: {says}, {waits}"
+    said = check_capabilities(transport, declared).sentence
+    assert said == f"{transport}: {says}, {waits}; {reuse}"
 
 
 @pytest.mark.parametrize(
