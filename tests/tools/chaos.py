@@ -92,10 +92,11 @@ class ChaosReport:
 
     @property
     def is_clean(self) -> bool:
-        """No wrong token, nothing held, and every request ended once, here and at Front."""
+        """Answers and no wrong token, nothing held, every request ended once, here and at Front."""
         reached_front = self.num_requests - self.endings["left"]
         return (
-            not self.wrong
+            self.endings["finished"] > 0  # else no whole answer was compared
+            and not self.wrong
             and not self.last.held()
             and self.endings.total() == self.num_requests
             and reached_front <= self.counted_by_front <= self.num_requests
