@@ -180,8 +180,8 @@ class DecodeSettings(_Group):
     """While streams run, a step takes no more prompt tokens than fit this time, as measured; null:
     as many as the engine's limits allow."""
     gather_s: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """An idle worker waits so long after a prompt for others that come with it, so that one step
-    computes them and their streams begin together; 0: not at all."""
+    """An idle worker begins when no further prompt has come for so long, at most 16 times, so that
+    one step computes those that come together; 0: with the first one."""
     silence_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
     """A decode worker that gives no sign of life for so long loses its requests to another one."""
 
@@ -215,8 +215,8 @@ class TransferSettings(_Group):
     cuda_ipc on one GPU, torch (NCCL) between two, else tcp; none of that was run so far.
     """
     host: PeerHost = "127.0.0.1"
-    """Address that prefill workers listen on for decode workers; with torch over Gloo both sides
-    do. NCCL chooses its interface itself: NCCL_SOCKET_IFNAME in a worker's environment names it."""
+    """Address that prefill workers listen on for decode workers; with torch both sides do. NCCL
+    gets its interface, unless NCCL_SOCKET_IFNAME in a worker's environment names another."""
     ucx_device: Name | None = None
     """The device that nixl uses, as UCX calls it (mlx5_0:1, eth0); null is the one with host."""
     tls: TlsSettings | None = None

@@ -70,17 +70,21 @@ def gpu_outlook(model: ModelSettings, environ: Mapping[str, str]) -> GpuOutlook 
     return GpuOutlook(num_gpus=torch.cuda.device_count(), nccl=NcclMemory.of(environ))
 
 
-def rdma_outlook(settings: TransferSettings, root: Path = _ROOT) -> RdmaOutlook:
-    """What the nixl transport would have here."""
-    addresses = {
+def network_addresses() -> dict[str, list[str]]:
+    """The IP addresses of each network interface."""
+    return {
         interface: [entry.address for entry in entries if entry.family in _IP]
         for interface, entries in psutil.net_if_addrs().items()
     }
+
+
+def rdma_outlook(settings: TransferSettings, root: Path = _ROOT) -> RdmaOutlook:
+    """What the nixl transport would have here."""
     found = outlook(
         settings.host,
         settings.ucx_device,
         is_installed=has_nixl(),
-        addresses=addresses,
+        addresses=network_addresses(),
         rdma_devices=find_rdma_devices(root / "sys/class/infiniband"),
     )
     is_wanted = settings.transport == "nixl" or takes_nixl(settings, found)

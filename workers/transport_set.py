@@ -20,9 +20,10 @@ from kv_transfer.transports.staged import StagedTransport
 from kv_transfer.transports.stream_server import StreamTimings
 from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.torch import TorchTransport
-from kv_transfer.ucx_device import RdmaOutlook
+from kv_transfer.ucx_device import RdmaOutlook, choose_device
 from workers.checks import takes_nixl
 from workers.errors import WorkerError
+from workers.host import network_addresses
 
 __all__ = ["TransportSet", "build_transports"]
 
@@ -121,9 +122,10 @@ def _every_between_gpus(
 def _nccl(settings: TransferSettings, security: LinkSecurity) -> Transport:
     timings = StreamTimings()
     try:
+        interface = choose_device(settings.host, network_addresses(), rdma_devices={})
         # A worker's own GPU is the first that it sees.
-        backend = NcclBackend(device=0, connect_s=timings.connect_s)
-    except RuntimeError as error:
+        backend = NcclBackend(device=0, connect_s=timings.connect_s, interface=interface)
+    except (RuntimeError, ValueError) as error:
         raise WorkerError(f"transport torch: no NCCL for model.device cuda: {error}") from error
     return TorchTransport(security=security, host=settings.host, timings=timings, backend=backend)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from datetime import timedelta
 from typing import cast
 
@@ -92,10 +93,16 @@ class NcclBackend:
     name = "nccl"
     memory: MemoryKind = "cuda"
 
-    def __init__(self, *, device: int, connect_s: float) -> None:
-        """On the GPU of this index; `RuntimeError` with the reason where that cannot be."""
+    def __init__(self, *, device: int, connect_s: float, interface: str) -> None:
+        """On the GPU of this index; `RuntimeError` with the reason where that cannot be.
+
+        Groups connect by the network interface of this name, unless NCCL_SOCKET_IFNAME in the
+        environment names another.
+        """
         if (obstacle := nccl_obstacle()) is not None:
             raise RuntimeError(obstacle)
+        # NCCL has no other way to be told, reads it once, and chooses among all of them without.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         self._device = torch.device("cuda", device)
         self._connect_s = connect_s
 

@@ -53,7 +53,7 @@ class TorchTransport:
     ) -> None:
         """Control listens on `host`, and on `port` (0: any); groups where their backend does.
 
-        Gloo does so on `host`, at both ends; NCCL chooses an interface itself.
+        Gloo does so on `host`, at both ends; NCCL on the interface that it was given.
         """
         self._security = security
         self._host = host

@@ -34,6 +34,9 @@ EventSink = Callable[[Event], None]
 _CHECK_INTERVAL_S = 1.0
 """Between two self-checks of an idle engine: a check costs about a microsecond per ten blocks."""
 
+_MAX_GATHERINGS = 16
+"""Times that an idle engine waits for one more prompt: not for ever where they never cease."""
+
 _MAX_CONSECUTIVE_FAILURES = 2
 """Failed steps in a row after which the runner is taken for broken rather than the step."""
 
@@ -107,8 +110,8 @@ class Engine:
     ) -> None:
         """`cores` are told whenever there begins or ceases to be something to compute.
 
-        An engine that has been idle waits `gather_s` after its first prompt for others that come
-        with it.
+        An engine that has been idle begins with its first prompts when no other has come with them
+        for `gather_s`.
         """
         self._scheduler = scheduler
         self._cores = cores
@@ -327,9 +330,14 @@ class Engine:
         Else the first of them streams beside the prompts of the others, and whoever follows it is
         computed beside their last tokens.
         """
-        load = self._scheduler.load()
-        if self._gather_s and load.queued_tokens and not load.num_streams:
-            await asyncio.sleep(self._gather_s)
+        if self._gather_s == 0 or self._scheduler.load().num_streams:
+            return
+        for _ in range(_MAX_GATHERINGS):
+            num_queued = self._scheduler.load().queued_tokens
+            if num_queued:
+                await asyncio.sleep(self._gather_s)
+            if self._is_stopping or self._scheduler.load().queued_tokens <= num_queued:
+                return
 
     async def _step(self, plan: StepPlan) -> None:
         """Run one step in the thread and take in what it gave."""

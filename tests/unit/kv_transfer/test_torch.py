@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import gc
+import os
 import threading
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -361,7 +362,7 @@ def test_nccl_is_refused_with_the_reason():
     if nccl_obstacle() is None:
         pytest.skip("NCCL can be used here")
     with pytest.raises(RuntimeError, match=r"no NCCL|no GPU"):
-        NcclBackend(device=0, connect_s=1.0)
+        NcclBackend(device=0, connect_s=1.0, interface="lo")
 
 
 class PretendNccl:
@@ -379,9 +380,29 @@ class PretendNccl:
         self.connected = device
 
 
-def test_a_group_of_nccl_has_no_more_channels_than_its_memory_is_counted_for(monkeypatch):
+@pytest.fixture
+def nccl_is_there(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "=eth7"), ("ib0", "ib0")])
+def test_nccl_is_told_its_interface_unless_the_environment_says_another(
+    before, after, nccl_is_there, monkeypatch
+):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", before or "")  # for monkeypatch to put back
+    if before is None:
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+
+    NcclBackend(device=0, connect_s=1.0, interface="eth7")
+
+    assert os.environ["NCCL_SOCKET_IFNAME"] == after
+
+
+def test_a_group_of_nccl_has_no_more_channels_than_its_memory_is_counted_for(
+    nccl_is_there, monkeypatch
+):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(
         "torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="GPU-a")
     )
@@ -389,7 +410,8 @@ def test_a_group_of_nccl_has_no_more_channels_than_its_memory_is_counted_for(mon
     store = torch.distributed.HashStore()
     store.set("gpu/1", "GPU-b")
 
-    group = NcclBackend(device=0, connect_s=1.0).make(store, OWNER_RANK)
+    backend = NcclBackend(device=0, connect_s=1.0, interface="lo")
+    group = backend.make(store, OWNER_RANK)
 
     assert group.options.config.max_ctas == NcclMemory.of({}).channels
     assert group.connected == torch.device("cuda", 0)

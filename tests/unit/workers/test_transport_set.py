@@ -65,12 +65,13 @@ class Gpu:
 class Nccl:
     memory = "cuda"
 
-    def __init__(self, *, device: int, connect_s: float) -> None:
+    def __init__(self, *, device: int, connect_s: float, interface: str) -> None:
         assert device == 0, "a worker sees no other"
+        assert interface == "lo", "the one that has transfer.host"
 
 
 class NoNccl(Nccl):
-    def __init__(self, *, device: int, connect_s: float) -> None:
+    def __init__(self, *, device: int, connect_s: float, interface: str) -> None:
         raise RuntimeError("this torch has no NCCL")
 
 
@@ -165,3 +166,10 @@ def test_auto_with_certificates_takes_nothing_whose_data_path_is_open(
     assert names(transports) == ["shm", "tcp"]
     assert not any(t.capabilities.data_path == "open" for t in transports.usable)
     assert transports.broken == ()
+
+
+def test_nccl_is_refused_where_no_interface_has_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.transport_set.NcclBackend", Nccl)
+
+    with pytest.raises(WorkerError, match=r"no network interface .* 192\.0\.2\.1"):
+        built_for_gpus("torch", host="192.0.2.1")
