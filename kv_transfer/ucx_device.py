@@ -5,10 +5,11 @@ UCX listens on every device that it may use; so it may use one.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from configs.addresses import interface_of
 
 __all__ = [
     "NIXL_IS_MISSING",
@@ -89,11 +90,8 @@ def choose_device(
 
     `addresses` are those of each interface. ValueError where none of them has `host`.
     """
-    wanted = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
-    for interface, texts in addresses.items():
-        if wanted in map(ipaddress.ip_address, texts):
-            return rdma_devices.get(interface, interface)
-    raise ValueError(f"no network interface of this host has the address {host}")
+    interface = interface_of(host, addresses)
+    return rdma_devices.get(interface, interface)
 
 
 def _children(folder: Path) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from configs.addresses import interface_of
 from configs.schema import TransferSettings
 from kv_transfer.selection import Offer
 from kv_transfer.transport import Transport
@@ -20,7 +21,7 @@ from kv_transfer.transports.staged import StagedTransport
 from kv_transfer.transports.stream_server import StreamTimings
 from kv_transfer.transports.tcp import TcpTransport
 from kv_transfer.transports.torch import TorchTransport
-from kv_transfer.ucx_device import RdmaOutlook, choose_device
+from kv_transfer.ucx_device import RdmaOutlook
 from workers.checks import takes_nixl
 from workers.errors import WorkerError
 from workers.host import network_addresses
@@ -122,7 +123,7 @@ def _every_between_gpus(
 def _nccl(settings: TransferSettings, security: LinkSecurity) -> Transport:
     timings = StreamTimings()
     try:
-        interface = choose_device(settings.host, network_addresses(), rdma_devices={})
+        interface = interface_of(settings.host, network_addresses())
         # A worker's own GPU is the first that it sees.
         backend = NcclBackend(device=0, connect_s=timings.connect_s, interface=interface)
     except (RuntimeError, ValueError) as error:

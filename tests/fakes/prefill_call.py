@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from kv_transfer.authentication import Secret
-from kv_transfer.geometry import KVLayout
-from kv_transfer.handoff import PeerInfo, TransferKey
+from kv_transfer.handoff import TransferKey
+from tests.fakes.block_memory import peer_info
 from workers.engine.sampling_params import SamplingParams
 from workers.messages import (
     PrefillAccepted,
@@ -20,23 +20,7 @@ from workers.messages import (
 
 SECRET = Secret("a secret of this deployment, which is long")
 OTHER_SECRET = Secret("a secret of that deployment, which is long")
-LAYOUT = KVLayout(
-    model_digest="fake",
-    dtype="float16",
-    element_bytes=2,
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=1,
-    block_size=4,
-)
 LOAD = PrefillLoad(queued_tokens=7, prompt_token_s=0.25)
-
-
-def peer(name: str) -> PeerInfo:
-    """A worker that nothing else is known of."""
-    return PeerInfo.of(
-        LAYOUT, worker_id=name, incarnation=f"{name}'s", max_model_len=16, pool_tokens=32
-    )
 
 
 def prefill_request(num_tokens: int = 3) -> PrefillRequest:
@@ -45,7 +29,7 @@ def prefill_request(num_tokens: int = 3) -> PrefillRequest:
         request_id="request-0",
         transfer_id="transfer-0",
         epoch=1,
-        decode=peer("decode-0"),
+        decode=peer_info("decode-0", "decode-0's", bytes_per_block=16),
         prompt_token_ids=tuple(100 + number % 900 for number in range(num_tokens)),
         sampling=SamplingParams(
             max_tokens=8, logit_bias=((5, 0.5),), logprobs=2, stop_token_ids=frozenset({1, 2})
@@ -65,8 +49,9 @@ def answers(name: str = "prefill-0") -> tuple[PrefillAccepted, PrefillEnded]:
         prefill_incarnation=f"{name}'s",
         decode_incarnation="decode-0's",
     )
+    peer = peer_info(name, f"{name}'s", bytes_per_block=16)
     ended = PrefillEnded(key=key, outcome="confirmed", load=LOAD)
-    return PrefillAccepted(key=key, peer=peer(name), load=LOAD), ended
+    return PrefillAccepted(key=key, peer=peer, load=LOAD), ended
 
 
 class FakePrefill:

@@ -330,14 +330,13 @@ class Engine:
         Else the first of them streams beside the prompts of the others, and whoever follows it is
         computed beside their last tokens.
         """
-        if self._gather_s == 0 or self._scheduler.load().num_streams:
-            return
-        for _ in range(_MAX_GATHERINGS):
-            num_queued = self._scheduler.load().queued_tokens
-            if num_queued:
-                await asyncio.sleep(self._gather_s)
-            if self._is_stopping or self._scheduler.load().queued_tokens <= num_queued:
+        gathered = 0
+        for _ in range(_MAX_GATHERINGS if self._gather_s else 0):
+            load = self._scheduler.load()
+            if load.num_streams or load.queued_tokens <= gathered or self._is_stopping:
                 return
+            gathered = load.queued_tokens
+            await asyncio.sleep(self._gather_s)
 
     async def _step(self, plan: StepPlan) -> None:
         """Run one step in the thread and take in what it gave."""
