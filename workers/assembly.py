@@ -209,6 +209,7 @@ def _build_engine(
         step_tokens=worker.step_tokens,
         prefill_chunk_tokens=worker.prefill_chunk_tokens,
         queue_limit=worker.queue_limit,
+        step_target_s=worker.step_target_s,
         gap_target_s=gap_target_s,
     )
     scheduler = Scheduler(

@@ -96,6 +96,7 @@ class WorkerPlan:
     max_sequences: int
     step_tokens: int
     prefill_chunk_tokens: int
+    step_target_s: float | None
     queue_limit: int
 
 
@@ -304,6 +305,7 @@ class _Sizer:
             max_sequences=engine.max_sequences,
             step_tokens=engine.step_tokens,
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
+            step_target_s=engine.step_target_s,
             queue_limit=engine.queue_limit,
         )
 

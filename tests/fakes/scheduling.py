@@ -31,6 +31,7 @@ def make_scheduler(
     scope: PrefixScope | None = None,
     scored_tokens: int = 128,
     windows: Windows = (None,),
+    step_target_s: float | None = None,
     gap_target_s: float | None = None,
 ) -> Scheduler:
     """A scheduler small enough to reach its limits in a few calls; a scope turns hits on."""
@@ -55,6 +56,7 @@ def make_scheduler(
         queue_limit=queue_limit,
         aging_s=aging_s,
         scored_tokens=scored_tokens,
+        step_target_s=step_target_s,
         gap_target_s=gap_target_s,
     )
     return Scheduler(pool, config, scope, groups=groups)

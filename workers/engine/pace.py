@@ -12,6 +12,9 @@ __all__ = ["Load", "StepPace"]
 _HALF_LIFE_TOKENS = 2048.0
 """Of what is known about prompt tokens: a few chunks, so that a busy host shows within a prompt."""
 
+_FIRST_TOKENS = 64
+"""As many as nearly every host computes within a target."""
+
 _HALF_LIFE_STEPS = 32.0
 """Of what is known about steps of streams alone: a second or two of decoding."""
 
@@ -48,9 +51,14 @@ class StepPace:
         return self._streams.at(num_streams) or 0.0
 
     def prompt_tokens_within(self, seconds: float, num_streams: int) -> int | None:
-        """Prompt tokens that fit a step of so many streams in that time; None if not known."""
+        """Prompt tokens that fit a step of so many streams in that time; None if any number does.
+
+        Before the first step with a prompt, few: they tell how many fit the next one.
+        """
         token_s = self.prompt_token_s
-        if not token_s:
+        if token_s is None:
+            return _FIRST_TOKENS
+        if token_s == 0:
             return None
         return max(0, int((seconds - self.streams_s(num_streams)) / token_s))
 

@@ -135,7 +135,7 @@ class Scheduler:
 
     @property
     def pace(self) -> StepPace:
-        """How fast steps are, told by who runs them: what `load` and `gap_target_s` go by."""
+        """How fast steps are, told by who runs them: what `load` and the targets go by."""
         return self._pace
 
     def load(self) -> Load:
@@ -315,8 +315,8 @@ class Scheduler:
     def _prompt_budget(self, num_streams: int) -> int:
         """Prompt tokens that a step of so many streams may compute."""
         budget = self._config.step_tokens - num_streams
-        target_s = self._config.gap_target_s
-        if target_s is None or num_streams == 0:
+        target_s = self._config.target_s(num_streams)
+        if target_s is None:
             return budget
         fitting = self._pace.prompt_tokens_within(target_s, num_streams)
         # A block at least: a prompt that waits for streams to end might wait for ever.

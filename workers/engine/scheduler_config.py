@@ -30,9 +30,12 @@ class SchedulerConfig:
     at its multiples."""
     aging_s: float = 10.0
     """Seconds of waiting that are worth one level of priority."""
+    step_target_s: float | None = None
+    """A step takes no more prompt tokens than fit this time, as measured, but a block of them at
+    least: nothing of a sequence that ends can be given back before its step. None: as many as the
+    other limits allow."""
     gap_target_s: float | None = None
-    """While sequences decode, a step takes no more prompt tokens than fit this time, as measured,
-    but a block of them at least. None: as many as the other limits allow."""
+    """The same for steps in which sequences decode."""
 
     def __post_init__(self) -> None:
         sizes = (
@@ -51,8 +54,14 @@ class SchedulerConfig:
             )
         if self.queue_limit < 0 or self.aging_s < 0:
             raise ValueError(f"queue_limit and aging_s must not be negative: {self}")
-        if self.gap_target_s is not None and self.gap_target_s <= 0:
-            raise ValueError(f"gap_target_s must be positive: {self}")
+        for target_s in (self.step_target_s, self.gap_target_s):
+            if target_s is not None and target_s <= 0:
+                raise ValueError(f"step_target_s and gap_target_s must be positive: {self}")
+
+    def target_s(self, num_streams: int) -> float | None:
+        """Seconds that a step of so many streams and some prompt tokens may take; None: any."""
+        targets = [self.step_target_s, self.gap_target_s if num_streams else None]
+        return min((target_s for target_s in targets if target_s is not None), default=None)
 
     def refuse_impossible(self, spec: SequenceSpec, now: float) -> None:
         """Raise for a sequence that no room could help.

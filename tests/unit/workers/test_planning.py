@@ -319,7 +319,12 @@ def test_only_a_deployment_with_links_has_a_transport() -> None:
 
 def test_worker_plan_carries_the_engines_limits() -> None:
     engine = EngineSettings(
-        max_sequences=3, step_tokens=40, prefill_chunk_tokens=20, queue_limit=5, threads=1
+        max_sequences=3,
+        step_tokens=40,
+        prefill_chunk_tokens=20,
+        step_target_s=0.3,
+        queue_limit=5,
+        threads=1,
     )
 
     decode = plan(settings_of(decode=engine), FACTS, cores=2).decode
@@ -327,6 +332,7 @@ def test_worker_plan_carries_the_engines_limits() -> None:
     assert decode.max_sequences == 3
     assert decode.step_tokens == 40
     assert decode.prefill_chunk_tokens == 20
+    assert decode.step_target_s == 0.3
     assert decode.queue_limit == 5
 
 

@@ -29,7 +29,7 @@ def test_nothing_is_known_before_the_first_step():
     pace = StepPace()
     assert pace.prompt_token_s is None
     assert pace.streams_s(3) == 0.0
-    assert pace.prompt_tokens_within(1.0, 3) is None
+    assert pace.prompt_tokens_within(1.0, 3) == 64, "few enough to be measured in time anywhere"
 
 
 def test_prompt_alone_costs_what_its_step_took():
@@ -75,10 +75,14 @@ def test_tokens_within_a_time_are_those_that_the_streams_leave_room_for():
 # -- the scheduler's use of it --------------------------------------------------------------------
 
 
-def streaming(gap_target_s: float | None):
+def streaming(gap_target_s: float | None, step_target_s: float | None = None):
     """A scheduler with one stream of 0.5 s a step, prompts at 0.1 s a token, and one waiting."""
     scheduler = make_scheduler(
-        step_tokens=16, prefill_chunk_tokens=16, gap_target_s=gap_target_s, num_blocks=32
+        step_tokens=16,
+        prefill_chunk_tokens=16,
+        step_target_s=step_target_s,
+        gap_target_s=gap_target_s,
+        num_blocks=32,
     )
     scheduler.submit(make_spec(0, prompt=10, max_tokens=9), 0.0)
     scheduler.pace.observe(step(scheduler), 1.0)
@@ -98,24 +102,46 @@ def test_prompt_tokens_beside_streams_fit_the_gap_target(gap_target_s, expected)
     assert rows(scheduler) == [(0, 11, 1), (1, 0, expected)]
 
 
-def test_no_stream_no_bound():
+def test_no_stream_no_gap():
     scheduler = make_scheduler(step_tokens=8, prefill_chunk_tokens=8, gap_target_s=0.1)
     scheduler.submit(make_spec(prompt=16), 0.0)
     scheduler.pace.observe(step(scheduler), 100.0)
     assert rows(scheduler) == [(0, 8, 8)]
 
 
-def test_unmeasured_is_no_bound():
-    scheduler = make_scheduler(step_tokens=8, prefill_chunk_tokens=8, gap_target_s=0.1)
+@pytest.mark.parametrize(
+    ("step_target_s", "expected"),
+    [(None, 8), (0.65, 6), (99.0, 8), (0.1, BLOCK_SIZE)],
+    ids=["no target", "bounded", "roomy", "a block at least"],
+)
+def test_prompt_tokens_without_streams_fit_the_step_target(step_target_s, expected):
+    scheduler = make_scheduler(step_tokens=8, prefill_chunk_tokens=8, step_target_s=step_target_s)
+    scheduler.submit(make_spec(prompt=24), 0.0)
+    scheduler.pace.observe(step(scheduler), 0.8)
+    assert scheduler.load().step_tokens == expected
+    assert rows(scheduler) == [(0, 8, expected)]
+
+
+@pytest.mark.parametrize(("step_target_s", "gap_target_s"), [(1.25, 99.0), (99.0, 1.25)])
+def test_of_two_targets_the_shorter_one_counts_beside_streams(step_target_s, gap_target_s):
+    scheduler = streaming(gap_target_s, step_target_s)
+    assert rows(scheduler) == [(0, 11, 1), (1, 0, 7)]
+
+
+@pytest.mark.parametrize("targets", [{"gap_target_s": 0.1}, {"step_target_s": 0.1}])
+def test_first_prompt_shows_how_many_tokens_fit(targets):
+    limits = {"step_tokens": 256, "prefill_chunk_tokens": 256, "num_blocks": 64}
+    scheduler = make_scheduler(max_model_len=256, **limits, **targets)
     scheduler.submit(make_spec(0, mode=SequenceMode.AWAIT_KV), 0.0)
     scheduler.publish(SequenceId(0), 100)
-    scheduler.submit(make_spec(1, prompt=10), 0.0)
-    assert rows(scheduler) == [(0, 4, 1), (1, 0, 7)]
+    scheduler.submit(make_spec(1, prompt=200), 0.0)
+    assert rows(scheduler) == [(0, 4, 1), (1, 0, 64)]
 
 
-def test_gap_target_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="gap_target_s"):
-        make_scheduler(gap_target_s=0.0)
+@pytest.mark.parametrize("name", ["step_target_s", "gap_target_s"])
+def test_target_of_nothing_is_refused(name):
+    with pytest.raises(ValueError, match=name):
+        make_scheduler(**{name: 0.0})
 
 
 def test_plan_says_how_many_of_its_sequences_stream():
