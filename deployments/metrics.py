@@ -154,6 +154,16 @@ _WORKERS = (
         "direction",
         "transport",
     ),
+    _counter(
+        "baton_transfer_discarded_bytes_total",
+        "Bytes that had landed of transfers that failed, by transport.",
+        "transport",
+    ),
+    _counter(
+        "baton_transfer_lost_seconds_total",
+        "Time that failed transfers took, to their fence, by outcome.",
+        "outcome",
+    ),
     _gauge(
         "baton_link_info",
         "1 for the transport that KV from a peer moves over, and why: "

@@ -74,6 +74,10 @@ def _receiver(stats: ReceiverStats) -> Iterator[Sample]:
         yield sample("baton_transfers_total", count, outcome=outcome)
     yield sample("baton_transfer_blocks_total", stats.blocks_published, direction="received")
     yield from _bytes("received", stats.bytes_published)
+    for transport, count in stats.bytes_discarded.items():
+        yield sample("baton_transfer_discarded_bytes_total", count, transport=transport)
+    for outcome, seconds in stats.seconds_lost.items():
+        yield sample("baton_transfer_lost_seconds_total", seconds, outcome=outcome)
     for peer, choice in stats.links.items():
         labels = {"peer": peer, "transport": choice.transport, "reason": choice.reason.value}
         yield sample("baton_link_info", 1, **labels)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kv_transfer.joined import JoinedTransfer
 from kv_transfer.protocol import TransferState
@@ -31,11 +31,25 @@ class Gather:
         self._running: dict[asyncio.Task[None], Pull] = {}
         self._failed: list[tuple[Pull, BaseException]] = []  # in the order of their ends
         self._is_given_up = False
+        self._started_at: float | None = None
 
     @property
     def blocks_landed(self) -> int:
         """Blocks that landed and were verified, of all sources."""
         return self._joined.blocks_landed
+
+    @property
+    def moved(self) -> Mapping[str, int]:
+        """Bytes of these, by transport."""
+        moved: Counter[str] = Counter()
+        for pull in self._pulls:
+            moved[pull.transport] += pull.num_bytes
+        return moved
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since the first of them was asked for; 0 before."""
+        return 0.0 if self._started_at is None else self._clock() - self._started_at
 
     @property
     def is_quiesced(self) -> bool:
@@ -49,7 +63,7 @@ class Gather:
         """
         if self._is_given_up:
             raise asyncio.CancelledError
-        started_at = self._clock()
+        started_at = self._started_at = self._clock()
         for pull in self._pulls:
             task = asyncio.create_task(pull.run())
             task.add_done_callback(self._ended)
@@ -101,15 +115,12 @@ class Gather:
         protocol = self._pulls[0].protocol
         assert protocol.first is not None, "INV-COVER: confirmed without a last grant"
         confirmed_at = max(pull.confirmed_at for pull in self._pulls)
-        moved: Counter[str] = Counter()
-        for pull in self._pulls:
-            moved[pull.transport] += pull.num_bytes
         return Landed(
             first=protocol.first,
             prompt_logprobs=protocol.prompt_logprobs,
             num_tokens=self._num_tokens,
             num_blocks=self.blocks_landed,
-            moved=moved,
+            moved=self.moved,
             fetch_s=confirmed_at - started_at,
             wait_s=confirmed_at - max(pull.last_grant_at for pull in self._pulls),
         )

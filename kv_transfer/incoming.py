@@ -80,7 +80,7 @@ class IncomingTransfer:
     def _ended(self, task: asyncio.Task[Landed]) -> None:
         self._gather.withdraw()
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        self._ledger.end(task, error, self._gather.blocks_landed)
+        self._ledger.end(task, error, self._gather)
         if self._gather.is_quiesced:
             self._quiesced.set_result(None)
         else:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 from kv_transfer.durations import HANDOFF_BOUNDS_S, DurationCounts, Durations
 from kv_transfer.selection import Choice
@@ -51,12 +52,30 @@ class ReceiverStats:
     """By transport; each that this worker has, has an entry."""
     links: Mapping[str, Choice]
     """The transport that was last chosen for each peer, by worker id, and why."""
+    bytes_discarded: Mapping[str, int]
+    """Landed in transfers that failed; by transport, as `bytes_published`."""
+    seconds_lost: Mapping[str, float]
+    """From the beginning of failed transfers to their fence, by outcome."""
     digests_checked: int
     """Blocks that landed and were verified, those of failed transfers included."""
     fetch: DurationCounts
     """`Landed.fetch_s` of landed transfers."""
     wait: DurationCounts
     """`Landed.wait_s` of landed transfers."""
+
+
+class Effort(Protocol):
+    """What a transfer has cost, however it ended."""
+
+    @property
+    def blocks_landed(self) -> int: ...
+    @property
+    def moved(self) -> Mapping[str, int]:
+        """Bytes of these, by transport."""
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since it began."""
 
 
 class Ledger:
@@ -70,6 +89,8 @@ class Ledger:
         self._by_outcome: Counter[str] = Counter()
         self._blocks_published = 0
         self._bytes_published = dict.fromkeys(transports, 0)
+        self._bytes_discarded = dict.fromkeys(transports, 0)
+        self._seconds_lost: defaultdict[str, float] = defaultdict(float)
         self._digests_checked = 0
         self._fetch = Durations(HANDOFF_BOUNDS_S)
         self._wait = Durations(HANDOFF_BOUNDS_S)
@@ -77,22 +98,21 @@ class Ledger:
     def begin(self, task: asyncio.Task[Landed], give_up: Callable[[], None]) -> None:
         self._running[task] = give_up
 
-    def end(
-        self, task: asyncio.Task[Landed], error: BaseException | None, blocks_landed: int
-    ) -> None:
+    def end(self, task: asyncio.Task[Landed], error: BaseException | None, effort: Effort) -> None:
         del self._running[task]
-        self._digests_checked += blocks_landed
+        self._digests_checked += effort.blocks_landed
         if error is not None:
             outcome = OUTCOMES.get(type(error), "internal")
             self._by_outcome[outcome] += 1
+            self._seconds_lost[outcome] += effort.spent_s
+            _add(self._bytes_discarded, effort.moved)
             if outcome == "internal":
                 logger.error("a transfer failed by our own fault", exc_info=error)
             return
         landed = task.result()
         self._by_outcome["landed"] += 1
         self._blocks_published += landed.num_blocks
-        for transport, num_bytes in landed.moved.items():
-            self._bytes_published[transport] += num_bytes
+        _add(self._bytes_published, landed.moved)
         self._fetch.observe(landed.fetch_s)
         self._wait.observe(landed.wait_s)
 
@@ -109,7 +129,14 @@ class Ledger:
             blocks_published=self._blocks_published,
             bytes_published=dict(self._bytes_published),
             links=dict(links),
+            bytes_discarded=dict(self._bytes_discarded),
+            seconds_lost=dict(self._seconds_lost),
             digests_checked=self._digests_checked,
             fetch=self._fetch.counts(),
             wait=self._wait.counts(),
         )
+
+
+def _add(total: dict[str, int], counts: Mapping[str, int]) -> None:
+    for name, count in counts.items():
+        total[name] += count

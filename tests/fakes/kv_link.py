@@ -21,6 +21,7 @@ from kv_transfer.sender import KVSender
 from kv_transfer.transport import BlockMemory, Clock, Transport
 from tests.fakes.block_memory import ByteMemory, granted_blocks, peer_info, transfer_key
 from tests.fakes.clock import FakeClock
+from tests.fakes.until import turned
 
 BLOCK_BYTES = 512
 BLOCK_SIZE = 4
@@ -87,6 +88,10 @@ class KVLink:
     ) -> IncomingTransfer:
         """The receiver's handle on a transfer."""
         return self.receiver.transfer(self.peer, key, places or PLACES, NUM_TOKENS, deadline_s)
+
+    async def turned(self) -> None:
+        """See `until.turned`: of both ends."""
+        await turned(self.sender._thread, self.receiver._thread)
 
     async def next_end(self) -> ReleaseReason:
         """Why the next transfer ended on the sender's side."""

@@ -23,6 +23,7 @@ from tests.fakes.rank_pools import (
     whole_layout,
     write_sequence,
 )
+from tests.fakes.until import turned
 
 NUM_TOKENS = 22
 TABLE = [3, 1, 4, 15, 9, 2]
@@ -77,6 +78,11 @@ class RankLink:
         sources = [Source(peer=owner.info, key=self.key(owner)) for owner in self.owners]
         places = [BlockId(place) for place in PLACES]
         return self.receiver.gather(sources, places, NUM_TOKENS, 20.0)
+
+    async def turned(self) -> None:
+        """See `until.turned`: of all ends."""
+        threads = [owner.sender._thread for owner in self.owners]
+        await turned(self.receiver._thread, *threads)
 
     def has_arrived(self) -> bool:
         """Whether the pool holds the sequence, with all heads, and nothing else."""

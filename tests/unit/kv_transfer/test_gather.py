@@ -30,11 +30,6 @@ class Leaky(Other):
         raise OSError("cannot tell")
 
 
-async def quiet_for_a_while():
-    for _ in range(20):
-        await asyncio.sleep(0.001)
-
-
 async def test_both_owners_bring_their_heads_and_are_confirmed():
     async with rank_link(FaultyTransport(), Other()) as link:
         landed = await link.incoming().pull()
@@ -60,7 +55,7 @@ async def test_nothing_is_published_before_the_slower_owner_has_confirmed():
         pulling = asyncio.create_task(link.incoming().pull())
         assert await link.owners[0].next_end() is ReleaseReason.CONFIRMED
         await slow.wait_reached()
-        await quiet_for_a_while()
+        await link.turned()
         assert not pulling.done()
         assert link.receiver.stats().blocks_published == 0
 
@@ -88,7 +83,7 @@ async def test_the_blocks_of_a_failed_owner_wait_for_its_sibling_to_be_quiet(fai
         await sibling.wait_closing()
         transfer.release()
         waiting = asyncio.create_task(transfer.wait_quiesced())
-        await quiet_for_a_while()
+        await link.turned()
         assert not pulling.done()
         assert not waiting.done()
 

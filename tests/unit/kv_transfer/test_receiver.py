@@ -42,6 +42,7 @@ async def test_a_handoff_lands_every_byte_and_reports_what_it_moved():
         assert stats.by_outcome == {"landed": 1}
         assert (stats.active, stats.blocks_published, stats.digests_checked) == (0, 6, 6)
         assert stats.bytes_published == {"faulty": landed.num_bytes}
+        assert (stats.bytes_discarded, stats.seconds_lost) == ({"faulty": 0}, {})
         assert (stats.fetch.total_s, stats.wait.total_s) == (landed.fetch_s, landed.wait_s)
 
 
@@ -173,6 +174,10 @@ async def test_a_block_freed_before_confirm_makes_the_transfer_invalid():
             await pulling
         await transfer.wait_quiesced()
         assert outcomes(link) == {"invalid": 1}
+        stats = link.receiver.stats()
+        assert stats.bytes_discarded == {"faulty": 6 * link.source.bytes_per_block}
+        assert stats.bytes_published == {"faulty": 0}
+        assert stats.seconds_lost["invalid"] > 0
 
 
 async def test_a_lease_that_expires_under_a_slow_fetch_ends_it():
@@ -261,8 +266,7 @@ async def test_quiescence_waits_for_the_fence_however_often_it_is_cancelled():
         impatient = asyncio.create_task(transfer.wait_quiesced())
         await asyncio.sleep(0)
         impatient.cancel()
-        for _ in range(20):
-            await asyncio.sleep(0.001)
+        await link.turned()
         assert not waiting.done()
         transport.pass_fence()
         await waiting

@@ -68,8 +68,7 @@ async def test_blocks_that_two_ranks_read_are_freed_when_both_have_ended(first):
         assert link.sender.stats().active_leases == 2
         link.sender.revoke(keys[first], "gone")
         await until(lambda: link.sender.stats().ended == {ReleaseReason.REVOKED: 1})
-        for _ in range(20):  # what is told is on its way by now
-            await asyncio.sleep(0.001)
+        await link.turned()
         other = keys[1 - first]
         assert link.sender.stats().active_leases == 1
         assert link.ended == []

@@ -5,7 +5,6 @@ The numbers are those of the failure catalogue in tests/INVARIANTS.md.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,7 +15,7 @@ from kv_transfer.geometry import ceil_div
 from kv_transfer.handoff import ReleaseReason
 from tests.fakes.model_runner import generate
 from tests.fakes.transport import Fault, FaultKind, FaultyTransport
-from tests.fakes.until import until
+from tests.fakes.until import turned, until
 from tests.fakes.worker_rig import (
     BLOCK_SIZE,
     Client,
@@ -128,8 +127,8 @@ async def test_second_attempt_waits_for_the_fence_of_the_first():
         rig.transport.faulty.hold_fence()
         client = asked(rig)
         await rig.transport.faulty.wait_closing()
-        for _ in range(20):
-            await asyncio.sleep(0.001)
+        assert rig.receiver is not None
+        await turned(rig.receiver._thread)
         order.append("fence")
         rig.transport.faulty.pass_fence()
         await served(client)
