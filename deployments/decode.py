@@ -85,7 +85,7 @@ class Decode:
     async def check_health(self) -> None:
         """Called by Serve, which replaces the replica when it raises."""
         if not self._worker.healthy:
-            raise RuntimeError("the engine has stopped")
+            raise RuntimeError("the engine has stopped, or the transfer thread hangs")
 
     async def __del__(self) -> None:
         """Called by Serve when the replica is told to go: what runs has its time to finish.

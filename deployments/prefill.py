@@ -66,7 +66,7 @@ class Prefill:
     async def check_health(self) -> None:
         """Called by Serve, which replaces the replica when it raises."""
         if not self._worker.healthy:
-            raise RuntimeError("the engine has stopped")
+            raise RuntimeError("the engine has stopped, or the transfer thread hangs")
 
     async def __del__(self) -> None:
         """Called by Serve after the last call of a replica that was told to go."""

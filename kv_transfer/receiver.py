@@ -131,6 +131,11 @@ class KVReceiver:
         gather = Gather(pulls, num_tokens=num_tokens, clock=self._clock)
         return IncomingTransfer(gather, self._thread, self._ledger)
 
+    @property
+    def healthy(self) -> bool:
+        """Whether the transfer thread does what it is asked; see `TransferThread.is_hung`."""
+        return not self._thread.is_hung
+
     def stats(self) -> ReceiverStats:
         """Counters as they are now."""
         return self._ledger.stats(self._links)

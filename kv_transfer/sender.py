@@ -138,6 +138,11 @@ class KVSender:
         """Take the blocks back; `reason` is told to the receiver. Safe to repeat."""
         self._authority.revoke(key, reason)
 
+    @property
+    def healthy(self) -> bool:
+        """Whether the transfer thread does what it is asked; see `TransferThread.is_hung`."""
+        return not self._thread.is_hung
+
     def stats(self) -> SenderStats:
         """Counters as they are now."""
         names = [transport.name for transport in self._transports]

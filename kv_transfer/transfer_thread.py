@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -16,12 +17,20 @@ Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
 
+MAX_TURN_S = 30.0
+"""After which the loop counts as hung. Its longest honest turns map a pool or end a NIXL agent, and
+take a second or two on a crowded host; a copy in a GPU has no bound of its own."""
+
+
 class TransferThread:
     """A thread that runs one event loop until it is told to stop."""
 
-    def __init__(self, name: str) -> None:
-        """Name the thread; `start` creates it."""
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """Name the thread; `start` creates it. `is_hung` goes by the clock, in seconds."""
         self._name = name
+        self._clock = clock
+        self._asked_at: float | None = None
+        """When `is_hung` asked the loop for a sign of life that has not come."""
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -30,6 +39,24 @@ class TransferThread:
     def is_running(self) -> bool:
         """Whether work can be posted."""
         return self._loop is not None
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether a question of an earlier look has had no answer for too long; from one thread.
+
+        For who looks often: a look asks the next question, and waits for nothing.
+        """
+        if not self.is_running:
+            return False
+        asked_at, now = self._asked_at, self._clock()
+        if asked_at is None:
+            self._asked_at = now
+            self.post(self._answer)
+            return False
+        return now - asked_at > MAX_TURN_S
+
+    def _answer(self) -> None:
+        self._asked_at = None
 
     async def start(self) -> None:
         """Start the thread; returns once its loop runs."""

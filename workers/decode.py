@@ -120,8 +120,9 @@ class DecodeWorker:
 
     @property
     def healthy(self) -> bool:
-        """Whether the step loop can still produce tokens."""
-        return self._engine.healthy
+        """Whether tokens can still be produced, and prompts fetched."""
+        can_fetch = self._receiver is None or self._receiver.healthy
+        return self._engine.healthy and can_fetch
 
     @property
     def runner_choice(self) -> RunnerChoice:

@@ -101,8 +101,8 @@ class PrefillWorker:
 
     @property
     def healthy(self) -> bool:
-        """Whether the step loop can still compute prompts."""
-        return self._engine.healthy
+        """Whether prompts can still be computed, and handed over."""
+        return self._engine.healthy and self._sender.healthy
 
     @property
     def runner_choice(self) -> RunnerChoice:

@@ -33,6 +33,10 @@ _MESSAGE_DEADLINE = timedelta(seconds=5)
 way when its connection broke. A session gives up earlier, after `StreamTimings.silence_s`."""
 
 
+_ABORT_S = 10.0
+"""Gloo's abort takes milliseconds; NCCL's waits for the GPU, which has no bound of its own."""
+
+
 class PointToPoint(Protocol):
     """What is used of a torch process group."""
 
@@ -113,13 +117,18 @@ class PairGroup:
     async def close(self) -> None:
         """Abort, end the thread, let go of the group; safe to repeat, and the fence.
 
-        RuntimeError if the group was not aborted: then nothing may be reused.
+        RuntimeError if the group was not aborted, or not in time: then nothing may be reused.
         """
         if not self._is_closing:
             self._is_closing = True
             loop = asyncio.get_running_loop()
-            threading.Thread(target=self._close, args=(loop,), name="kv-pair-close").start()
-        if (failure := await asyncio.shield(self._closed)) is not None:
+            # A daemon, so that an abort that hangs keeps no process from its end.
+            threading.Thread(
+                target=self._close, args=(loop,), name="kv-pair-close", daemon=True
+            ).start()
+        await asyncio.wait([self._closed], timeout=_ABORT_S)
+        failure = self._closed.result() if self._closed.done() else f"{_ABORT_S:g} s have passed"
+        if failure is not None:
             raise RuntimeError(f"INV-FENCE: a process group was not aborted: {failure}")
 
     async def _run(self, call: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ from deployments import app, front, http_generation, leaving, pipeline, serving
 from deployments.channel import stream
 from deployments.channel.stream import ChannelTimings
 from deployments.resume import ResumeConfig
+from kv_transfer import transfer_thread
 from kv_transfer.sender import KVSender
 from kv_transfer.transports import group_backends, nixl, process_group
 from kv_transfer.transports.pair_table import PairLimits
@@ -55,6 +56,8 @@ VALUES = {
     "DecodeConfig.heartbeat_s": DECODE.heartbeat_s,
     "DecodeConfig.rest_s": DECODE.rest_s,
     "KVSender.sweep_s": inspect.signature(KVSender).parameters["sweep_s"].default,
+    "_ABORT_S": process_group._ABORT_S,
+    "MAX_TURN_S": transfer_thread.MAX_TURN_S,
     "StreamTimings.connect_s": STREAM.connect_s,
     "StreamTimings.silence_s": STREAM.silence_s,
     "StreamTimings.keep_alive_s": STREAM.keep_alive_s,

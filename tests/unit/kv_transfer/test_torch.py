@@ -15,7 +15,7 @@ import torch
 from kv_transfer.geometry import BlockId
 from kv_transfer.handoff import ReleaseReason
 from kv_transfer.transport import CorruptTransferError, PeerLostError
-from kv_transfer.transports import wire
+from kv_transfer.transports import process_group, wire
 from kv_transfer.transports.device import block_tensor
 from kv_transfer.transports.group_backends import (
     GlooBackend,
@@ -151,6 +151,29 @@ async def test_a_group_whose_abort_fails_says_that_it_is_no_fence():
             await group.close()
     with pytest.raises(PeerLostError, match="closed"):
         await group.send([])
+
+
+async def test_a_group_whose_abort_hangs_says_after_a_while_that_it_is_no_fence(monkeypatch):
+    """As NCCL's may, which waits for the GPU."""
+    monkeypatch.setattr(process_group, "_ABORT_S", 0.05)
+    hanging = threading.Event()
+
+    class Hanging(CountingBackend):
+        def make(self, store, rank):
+            return object()
+
+        def abort(self, group, peer):
+            hanging.wait()
+
+    group = PairGroup(Hanging(), OWNER_RANK)
+    await group.make(MirroredStore(lambda key, value: None, 60.0))
+    with pytest.raises(RuntimeError, match=r"INV-FENCE.*0.05 s have passed"):
+        await group.close()
+
+    hanging.set()
+
+    await until(lambda: group._closed.done())
+    await group.close()
 
 
 async def test_a_group_that_the_peer_does_not_make_ends_with_its_store():

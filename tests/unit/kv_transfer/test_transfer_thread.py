@@ -3,7 +3,9 @@ import threading
 
 import pytest
 
-from kv_transfer.transfer_thread import TransferThread, run_beside
+from kv_transfer.transfer_thread import MAX_TURN_S, TransferThread, run_beside
+from tests.fakes.clock import FakeClock
+from tests.fakes.until import turned
 
 
 async def test_work_runs_on_one_other_thread_in_the_order_of_the_posts():
@@ -153,3 +155,28 @@ async def test_cancelling_ends_all_even_when_cancelled_twice():
         await task
     assert main.ended
     assert slow_ended.is_set()
+
+
+async def test_a_loop_that_does_not_get_to_its_next_turn_hangs_until_it_does():
+    clock = FakeClock()
+    thread = TransferThread("kv-test", clock)
+    assert not thread.is_hung, "it does not run"
+    await thread.start()
+    going_on = threading.Event()
+    thread.post(going_on.wait)
+    assert not thread.is_hung, "that has asked, and the answer has time"
+    clock.advance(MAX_TURN_S)
+    assert not thread.is_hung
+    clock.advance(0.1)
+    assert thread.is_hung
+
+    going_on.set()
+
+    await turned(thread)
+    assert not thread.is_hung, "the old question was answered, and a new one asked"
+    clock.advance(MAX_TURN_S + 0.1)
+    await turned(thread)
+    assert not thread.is_hung
+    await thread.stop()
+    clock.advance(MAX_TURN_S + 0.1)
+    assert not thread.is_hung, "it was told to end"

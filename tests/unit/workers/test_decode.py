@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
+from kv_transfer import transfer_thread
 from tests.fakes.model_runner import generate
+from tests.fakes.until import until
 from tests.fakes.worker_rig import Client, RigConfig, Side, worker_rig
 from tests.unit.workers.decode_requests import (
     NUM_TOKENS,
@@ -201,6 +204,22 @@ async def test_request_in_a_step_that_hangs_shows_no_signs_of_life():
         assert not rig.decode.healthy
         assert not rig.decode.load().takes_requests
         rig.side.runner.let_go()
+
+
+async def test_workers_whose_transfer_thread_hangs_are_to_be_replaced(monkeypatch):
+    monkeypatch.setattr(transfer_thread, "MAX_TURN_S", 0.01)
+    going_on = threading.Event()
+    async with worker_rig() as rig:
+        prefill = rig.prefill_workers[0]
+        assert rig.decode.healthy
+        assert prefill.healthy
+        for thread in (rig.receiver._thread, prefill._sender._thread):
+            thread.post(going_on.wait)
+
+        await until(lambda: not rig.decode.healthy and not prefill.healthy)
+        assert not rig.decode.load().takes_requests
+
+        going_on.set()
 
 
 # -- refusals -------------------------------------------------------------------------------------
