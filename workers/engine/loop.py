@@ -37,6 +37,10 @@ _CHECK_INTERVAL_S = 1.0
 _MAX_GATHERINGS = 16
 """Times that an idle engine waits for one more prompt: not for ever where they never cease."""
 
+_GATHER_SHARE = 0.05
+"""Of the time that the prompts which are there will take, as measured: what a wait for one more may
+cost them. Where prompts take little, as on a GPU, so does the wait."""
+
 _MAX_CONSECUTIVE_FAILURES = 2
 """Failed steps in a row after which the runner is taken for broken rather than the step."""
 
@@ -111,7 +115,7 @@ class Engine:
         """`cores` are told whenever there begins or ceases to be something to compute.
 
         An engine that has been idle begins with its first prompts when no other has come with them
-        for `gather_s`.
+        for `gather_s`, or a small part of the time that they will take.
         """
         self._scheduler = scheduler
         self._cores = cores
@@ -336,7 +340,8 @@ class Engine:
             if load.num_streams or load.queued_tokens <= gathered or self._is_stopping:
                 return
             gathered = load.queued_tokens
-            await asyncio.sleep(self._gather_s)
+            prompts_s = gathered * (load.prompt_token_s or 0.0)
+            await asyncio.sleep(min(self._gather_s, _GATHER_SHARE * prompts_s))
 
     async def _step(self, plan: StepPlan) -> None:
         """Run one step in the thread and take in what it gave."""

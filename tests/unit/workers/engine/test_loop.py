@@ -27,7 +27,7 @@ from workers.engine.events import (
 from workers.engine.loop import MAX_STEP_S, Engine
 from workers.engine.sampling_params import SamplingParams
 from workers.engine.sequence import SequenceMode, SequenceStatus
-from workers.engine.step import SequenceId, StepPlan
+from workers.engine.step import ScheduledSequence, SequenceId, StepPlan
 from workers.errors import (
     ContextOverflowError,
     DeadlineExceededError,
@@ -37,6 +37,8 @@ from workers.errors import (
 
 PROMPT = (5, 3, 8, 1, 9, 2)
 TIMEOUT_S = 10
+SLOW_S = 1e3
+"""Of a prompt token: every wait is short beside it."""
 
 Kind = TypeVar("Kind")
 
@@ -125,6 +127,14 @@ class Rig:
         self.runner.on_execute = lambda _plan: loop.call_soon_threadsafe(begun.set)
         return begun
 
+    def learn(self, token_s: float) -> None:
+        """Have the engine know, from a step, how long a prompt token takes."""
+        row = ScheduledSequence(
+            sequence_id=SequenceId(0), token_ids=(0,), start=0, block_tables=(), sampling=None
+        )
+        plan = StepPlan(step_id=0, sequences=(row,), num_streams=0)
+        self.scheduler.pace.observe(plan, token_s)
+
     def let_go(self) -> None:
         assert self.runner.gate is not None
         self.runner.gate.set()
@@ -185,6 +195,7 @@ async def test_sequences_together_get_the_tokens_that_each_gets_alone(rig):
 async def test_prompts_that_come_with_the_first_one_are_computed_with_it_if_it_waits(
     rig, first_step
 ):
+    rig.learn(SLOW_S)
     rig.hold_steps()
     sinks = [Recorder(), Recorder()]
     for sink in sinks:  # each admitted before the next one comes
@@ -196,9 +207,20 @@ async def test_prompts_that_come_with_the_first_one_are_computed_with_it_if_it_w
     assert len(rig.runner.plans[0].sequences) == first_step
 
 
+@pytest.mark.parametrize("rig", [3600.0], indirect=True)
+@pytest.mark.parametrize("token_s", [None, 1e-6], ids=["nobody knows", "quick"])
+async def test_a_prompt_waits_for_others_no_longer_than_it_is_worth(rig, token_s):
+    if token_s is not None:
+        rig.learn(token_s)
+    sink = Recorder()
+    rig.submit(sink)
+    await sink.end()
+
+
 @pytest.mark.parametrize("rig", [0.05], indirect=True)
 async def test_prompts_that_never_cease_do_not_keep_the_first_one_waiting(rig, monkeypatch):
     monkeypatch.setattr("workers.engine.loop._MAX_GATHERINGS", 2)
+    rig.learn(SLOW_S)
     sinks, at_first_step = [], []
     rig.runner.on_execute = lambda _plan: at_first_step.append(len(sinks))
 
@@ -218,6 +240,7 @@ async def test_prompts_that_never_cease_do_not_keep_the_first_one_waiting(rig, m
 
 @pytest.mark.parametrize("rig", [3600.0], indirect=True)
 async def test_a_prompt_that_was_computed_elsewhere_is_not_waited_with(rig):
+    rig.learn(SLOW_S)
     sink = Recorder()
     sequence_id = rig.submit(sink, mode=SequenceMode.AWAIT_KV, max_tokens=2)
     admitted = await sink.until(Admitted)
