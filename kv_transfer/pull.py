@@ -139,6 +139,7 @@ class Pull:
 
     async def _fetch(self, session: FetchSession, fetch: Fetch) -> Action | None:
         landing = self._order.landing
+        await landing.ready()
         action: Action | None = None
         for blocks, placement in landing.parts(fetch):
             async for block in session.fetch(blocks, placement):
@@ -172,3 +173,4 @@ class Pull:
         self.is_ending = True
         if self._session is not None:
             await self._session.close()
+        self._order.landing.fenced()  # unless it was broken, which raises

@@ -26,6 +26,7 @@ from kv_transfer.landing import InPlace, Landing, Repacked
 from kv_transfer.protocol import ReceiverProtocol
 from kv_transfer.pull import Pull, PullOrder
 from kv_transfer.receiver_stats import Ledger, ReceiverStats
+from kv_transfer.scratch import ScratchArenas
 from kv_transfer.selection import Choice, Offer, choose
 from kv_transfer.transfer_thread import TransferThread
 from kv_transfer.transport import BlockMemory, Clock, LinkRefusedError, Transport
@@ -54,19 +55,22 @@ class KVReceiver:
         me: PeerInfo,
         transports: Sequence[Transport],
         broken: Sequence[Offer] = (),
+        scratch: ScratchArenas | None = None,
         lease_s: float = 5.0,
         clock: Clock = time.monotonic,
     ) -> None:
         """Prepare to write into `memory`, over the best of `transports` that a peer allows.
 
         They are named best first; `broken` would come before the last one, but do not start here.
-        `lease_s` is the one that prefill workers grant.
+        `scratch` is where blocks of other shapes go first. `lease_s` is the one that prefill
+        workers grant.
         """
         self._memory = memory
         self._me = me
         self._transports = {transport.name: transport for transport in transports}
         usable = [Offer.of(transport) for transport in transports]
         self._offers = (*usable[:-1], *broken, *usable[-1:])
+        self._scratch = scratch or ScratchArenas()
         self._links: dict[str, Choice] = {}
         self._renew_every_s = lease_s / RENEWALS_PER_LEASE
         self._clock = clock
@@ -149,13 +153,14 @@ class KVReceiver:
         first_blocks: tuple[int, ...],
     ) -> Pull:
         peer = source.peer
+        transport = self._transport_to(peer)
         landing: Landing = InPlace(self._memory)
         if self._needs_repack(peer):
             landing, placement, first_blocks = self._repacked(
                 peer, placement, num_tokens, first_blocks
             )
         order = PullOrder(
-            transport=self._transport_to(peer, self._offers_for(peer)),
+            transport=transport,
             landing=landing,
             peer=peer,
             key=source.key,
@@ -185,19 +190,19 @@ class KVReceiver:
 
         The protocol's placement only numbers them: where their tokens go, the landing knows.
         """
-        (first_block,) = first_blocks  # several groups are not repacked
-        first_token = first_block * self._me.block_size
+        own = block_shape(self._me)
         landing = Repacked(
             self._memory,
             placement,
+            self._scratch.of(peer.bytes_per_block),
             source=block_shape(peer),
-            own=block_shape(self._me),
-            first_token=first_token,
+            own=own,
+            first_blocks=first_blocks,
             num_tokens=num_tokens,
         )
-        num_theirs = ceil_div(num_tokens, peer.block_size)
-        numbers = [BlockId(number) for number in range(num_theirs)]
-        return landing, numbers, (first_token // peer.block_size,)
+        their_firsts = tuple(first * own.block_size // peer.block_size for first in first_blocks)
+        num_theirs = len(their_firsts) * ceil_div(num_tokens, peer.block_size)
+        return landing, [BlockId(number) for number in range(num_theirs)], their_firsts
 
     async def close(self) -> None:
         """Abort every transfer, wait for its fence, end the thread; safe to repeat."""
@@ -210,30 +215,13 @@ class KVReceiver:
         for transport in self._transports.values():
             await transport.close()
 
-    def _offers_for(self, peer: PeerInfo) -> Sequence[Offer]:
-        """The transports that can bring its blocks; `LinkRefusedError` if there is none."""
-        if not self._needs_repack(peer):
-            return self._offers
-        if self._memory.kind != "host":
+    def _transport_to(self, peer: PeerInfo) -> Transport:
+        if self._needs_repack(peer) and self._memory.kind != "host":
             raise LinkRefusedError(
                 f"{describe_difference(peer, self._me)}; {self._me.worker_id}'s pool is in "
                 f"{self._memory.kind} memory, where nothing is repacked"
             )
-        # Scratch blocks live as long as a transfer: only where a closed session is the fence.
-        offers = [
-            offer
-            for offer in self._offers
-            if not offer.is_broken and self._transports[offer.name].capabilities.fence == "on_close"
-        ]
-        if not offers:
-            raise LinkRefusedError(
-                f"{describe_difference(peer, self._me)}; transport "
-                f"{' or '.join(self._transports)} cannot repack"
-            )
-        return offers
-
-    def _transport_to(self, peer: PeerInfo, offers: Sequence[Offer]) -> Transport:
-        choice = choose(offers, self._me, peer, self._memory.kind)
+        choice = choose(self._offers, self._me, peer, self._memory.kind)
         if self._links.get(peer.worker_id) != choice:
             logger.info(
                 "link peer=%s transport=%s reason=%s",

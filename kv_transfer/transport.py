@@ -83,8 +83,8 @@ Gpus = Literal["any", "one", "two"]
 class Capabilities:
     """What a transport can and cannot do.
 
-    Links are chosen by where it reaches and which memory it moves, `auto` by its data path, and
-    what it may write to by its fence. `baton check` says all of it, for who runs it.
+    Links are chosen by where it reaches and which memory it moves, `auto` by its data path. `baton
+    check` says all of it, for who runs it.
     """
 
     one_sided: bool

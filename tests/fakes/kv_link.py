@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from kv_transfer.geometry import BlockId
 from kv_transfer.handoff import (
@@ -17,6 +20,7 @@ from kv_transfer.handoff import (
 )
 from kv_transfer.incoming import IncomingTransfer
 from kv_transfer.receiver import KVReceiver
+from kv_transfer.scratch import ScratchArena, ScratchArenas
 from kv_transfer.sender import KVSender
 from kv_transfer.transport import BlockMemory, Clock, Transport
 from tests.fakes.block_memory import ByteMemory, granted_blocks, peer_info, transfer_key
@@ -50,6 +54,8 @@ class KVLink:
     """The destination as the receiver has it."""
     peer: PeerInfo
     me: PeerInfo
+    scratch: ScratchArenas
+    """Of the receiver."""
     prefill: str
     """The sender's incarnation."""
     ended: list[tuple[TransferKey, ReleaseReason]]
@@ -98,11 +104,30 @@ class KVLink:
         async with asyncio.timeout(10):
             return (await self.ends.get())[1]
 
+    @property
+    def arena(self) -> ScratchArena:
+        """Where the peer's blocks go first, if the receiver's are of another size."""
+        return self.scratch.of(self.source.bytes_per_block)
+
     def has_arrived(self, places: list[BlockId] | None = None) -> bool:
-        """Whether the destination blocks equal the source blocks."""
+        """Whether the destination blocks equal the source blocks; of another size, by tokens."""
+        source = [BlockId(block_id) for block_id in SOURCE]
+        if self.me.block_size == BLOCK_SIZE:
+            return all(
+                self.source.block(theirs) == self.destination.block(ours)
+                for theirs, ours in zip(source, places or PLACES, strict=True)
+            )
+        return np.array_equal(
+            _tokens_of(self.source, source, BLOCK_SIZE),
+            _tokens_of(self.destination, places or PLACES, self.me.block_size),
+        )
+
+    def is_untouched(self) -> bool:
+        """Whether no byte of the destination was written to."""
+        size = self.destination.bytes_per_block
         return all(
-            self.source.block(BlockId(source)) == self.destination.block(place)
-            for source, place in zip(SOURCE, places or PLACES, strict=True)
+            self.destination.block(BlockId(block_id)) == bytes([POISON]) * size
+            for block_id in range(self.destination.num_blocks)
         )
 
 
@@ -118,14 +143,20 @@ async def kv_link(
     block_bytes: int = BLOCK_BYTES,
     on_end: Callable[[], object] | None = None,
     prefill: str = "p-1",
+    own_size: int = BLOCK_SIZE,
+    scratch: ScratchArenas | None = None,
 ) -> AsyncIterator[KVLink]:
-    """A started link from the incarnation `prefill`; closed at the end, the receiver first."""
+    """A started link from the incarnation `prefill`; closed at the end, the receiver first.
+
+    The receiver's blocks have `own_size` tokens.
+    """
+    own_bytes = block_bytes * own_size // BLOCK_SIZE
     source = ByteMemory(num_blocks, block_bytes, shared=True)
-    destination = ByteMemory(num_blocks, block_bytes)
+    destination = ByteMemory(num_blocks, own_bytes)
     source.fill(seed=1)
     for block_id in range(num_blocks):
-        destination.block(BlockId(block_id))[:] = bytes([POISON]) * block_bytes
-    decode = peer_info("decode-0", "d-1", bytes_per_block=block_bytes, block_size=BLOCK_SIZE)
+        destination.block(BlockId(block_id))[:] = bytes([POISON]) * own_bytes
+    decode = peer_info("decode-0", "d-1", bytes_per_block=own_bytes, block_size=own_size)
     ended: list[tuple[TransferKey, ReleaseReason]] = []
     ends: asyncio.Queue[tuple[TransferKey, ReleaseReason]] = asyncio.Queue()
 
@@ -152,23 +183,41 @@ async def kv_link(
         sweep_s=sweep_s,
     )
     into = seen_by(transport, destination)
+    scratch = scratch or ScratchArenas()
     receiver = KVReceiver(
         memory=into,
         me=decode,
         transports=[receiving or transport],
+        scratch=scratch,
         lease_s=lease_s,
     )
     try:
         peer = await sender.start()
         await receiver.start()
         yield KVLink(
-            sender, receiver, source, destination, into, peer, decode, prefill, ended, ends
+            sender, receiver, source, destination, into, peer, decode, scratch, prefill, ended, ends
         )
     finally:
         await receiver.close()
         await sender.close()
         assert source.region is not None
         source.region.close()
+
+
+def one_lot(block_bytes: int = BLOCK_BYTES) -> ScratchArenas:
+    """Scratch for one transfer at a time, fewer blocks than it has."""
+    return ScratchArenas(lot_bytes=4 * block_bytes, arena_bytes=4 * block_bytes)
+
+
+def _tokens_of(
+    memory: ByteMemory, blocks: Sequence[BlockId], block_size: int
+) -> npt.NDArray[np.uint8]:
+    """`[layers, 2 (K, V), tokens, bytes]` of the prompt in these blocks."""
+    parts = [
+        np.frombuffer(memory.block(block_id), np.uint8).reshape(2, 2, block_size, -1)
+        for block_id in blocks
+    ]
+    return np.concatenate(parts, axis=2)[:, :, :NUM_TOKENS]
 
 
 def seen_by(transport: Transport, memory: ByteMemory) -> BlockMemory:

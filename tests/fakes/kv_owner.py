@@ -65,24 +65,26 @@ class Owner:
         self.sender.open(TransferKey(**key), PeerInfo(**decode))
         return {}
 
-    async def become(self, me: dict[str, Any], table: list[int], num_tokens: int) -> dict[str, Any]:
+    async def become(
+        self, me: dict[str, Any], tables: list[list[int]], first_blocks: list[int], num_tokens: int
+    ) -> dict[str, Any]:
         """Be another worker from now on, whose pool holds one sequence (`rank_pools`)."""
         await self.sender.close()
         assert self.memory.region is not None
         self.memory.region.close()
         info = PeerInfo(**me)
         memory = guarded(info, shared=True)
-        write_sequence(memory, info, table, range(num_tokens))
+        write_sequence(memory, info, tables, first_blocks, num_tokens)
         self._be(memory, info)
         return {"peer": asdict(await self.sender.start())}
 
     def offer_together(
-        self, readers: Sequence[tuple[dict[str, Any], dict[str, Any]]], first_block: int
+        self, readers: Sequence[tuple[dict[str, Any], dict[str, Any]]], first_blocks: list[int]
     ) -> dict[str, Any]:
         """Open transfers of the same blocks to several workers."""
         self.sender.open_together(
             {TransferKey(**key): PeerInfo(**decode) for key, decode in readers},
-            first_blocks=(first_block,),
+            first_blocks=tuple(first_blocks),
         )
         return {}
 

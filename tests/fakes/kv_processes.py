@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +14,7 @@ from kv_transfer.geometry import BlockId
 from kv_transfer.handoff import PeerInfo, TransferKey
 from kv_transfer.incoming import IncomingTransfer
 from kv_transfer.receiver import KVReceiver
+from kv_transfer.scratch import ScratchArenas
 from kv_transfer.transports.stream_server import StreamTimings
 from tests.fakes.block_memory import ByteMemory, peer_info
 from tests.fakes.kv_owner import Owner
@@ -99,17 +100,21 @@ class Decode:
         bytes_per_block: int,
         *,
         num_blocks: int = NUM_BLOCKS,
+        block_size: int = 1,
+        scratch: ScratchArenas | None = None,
         lease_s: float = 5.0,
         timings: StreamTimings = PATIENT,
     ) -> None:
-        self.memory = ByteMemory(num_blocks, bytes_per_block)
+        own_bytes = block_size * bytes_per_block
+        self.memory = ByteMemory(num_blocks, own_bytes)
         self.expected = ByteMemory(NUM_BLOCKS, bytes_per_block)
         self.expected.fill(SEED)
-        self.me = worker("d", bytes_per_block)
+        self.me = replace(worker("d", own_bytes), block_size=block_size)
         self.receiver = KVReceiver(
             memory=self.memory,
             me=self.me,
             transports=[kind.transport(timings=timings)],
+            scratch=scratch,
             lease_s=lease_s,
         )
 
@@ -136,9 +141,10 @@ class Decode:
         places: Iterable[int],
         deadline_s: float = 30.0,
     ) -> IncomingTransfer:
-        """The receiver's handle on a transfer of blocks of one token."""
+        """The receiver's handle on a transfer that fills these blocks."""
         block_ids = [BlockId(place) for place in places]
-        return self.receiver.transfer(owner.info, key, block_ids, len(block_ids), deadline_s)
+        num_tokens = len(block_ids) * self.me.block_size
+        return self.receiver.transfer(owner.info, key, block_ids, num_tokens, deadline_s)
 
     def mark(self, places: Iterable[int]) -> None:
         """The destination blocks get another owner, who writes into them."""

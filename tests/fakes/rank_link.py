@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kv_transfer.geometry import BlockId, KVLayout
-from kv_transfer.handoff import FirstToken, PeerInfo, ReleaseReason, TransferKey
+from kv_transfer.geometry import KVLayout
+from kv_transfer.handoff import FirstToken, GrantedBlock, PeerInfo, ReleaseReason, TransferKey
 from kv_transfer.incoming import IncomingTransfer
 from kv_transfer.receiver import KVReceiver, Source
+from kv_transfer.scratch import ScratchArenas
 from kv_transfer.sender import KVSender
 from kv_transfer.transport import Transport
 from tests.fakes.block_memory import ByteMemory
 from tests.fakes.kv_processes import key_of
 from tests.fakes.rank_pools import (
+    Tables,
     blocks_of,
     guarded,
     holds_sequence,
+    places_of,
     rank_info,
     whole_layout,
     write_sequence,
@@ -26,9 +29,9 @@ from tests.fakes.rank_pools import (
 from tests.fakes.until import turned
 
 NUM_TOKENS = 22
-TABLE = [3, 1, 4, 15, 9, 2]
-"""Of blocks of 4 tokens, on every rank of prefill."""
-PLACES = [5, 0, 7, 9, 1, 2]
+TABLES = [[3, 1, 4, 15, 9, 2], [20, 11, 12, 13, 8, 17]]
+"""By group, on every rank of prefill: as many blocks as are needed where they have 4 tokens."""
+PLACES = [[5, 0, 7, 9, 1, 2], [3, 4, 6, 8, 10, 14]]
 
 
 @dataclass(kw_only=True)
@@ -54,6 +57,13 @@ class RankLink:
     me: PeerInfo
     memory: ByteMemory
     receiver: KVReceiver
+    first_blocks: tuple[int, ...]
+    """By group: those before are behind the window."""
+
+    @property
+    def places(self) -> Tables:
+        """Of decode's, by group."""
+        return PLACES[: len(self.first_blocks)]
 
     def key(self, owner: OwnerRank) -> TransferKey:
         """Of the only transfer from there."""
@@ -65,19 +75,27 @@ class RankLink:
         A reader that dies of the first one has ended the transfer before the second.
         """
         key = self.key(owner)
-        blocks = blocks_of(owner.info, TABLE, NUM_TOKENS)
+        blocks = self.blocks(owner)
         assert owner.sender.grant(key, blocks[:2], None)
         owner.sender.grant(key, blocks[2:], FirstToken(token_id=40 + owner.info.tp_rank))
+
+    def blocks(self, owner: OwnerRank) -> tuple[GrantedBlock, ...]:
+        """All that are granted; windows begin in the same block where all have one size."""
+        return blocks_of(
+            owner.info, TABLES[: len(self.first_blocks)], self.first_blocks, NUM_TOKENS
+        )
 
     def incoming(self, granting: Sequence[OwnerRank] | None = None) -> IncomingTransfer:
         """All of it from all owners; those that are not granting have only opened a transfer."""
         for owner in self.owners:
-            owner.sender.open(self.key(owner), self.me)
+            owner.sender.open(self.key(owner), self.me, first_blocks=self.first_blocks)
         for owner in self.owners if granting is None else granting:
             self.grant(owner)
         sources = [Source(peer=owner.info, key=self.key(owner)) for owner in self.owners]
-        places = [BlockId(place) for place in PLACES]
-        return self.receiver.gather(sources, places, NUM_TOKENS, 20.0)
+        places = places_of(self.places, self.first_blocks)
+        return self.receiver.gather(
+            sources, places, NUM_TOKENS, 20.0, first_blocks=self.first_blocks
+        )
 
     async def turned(self) -> None:
         """See `until.turned`: of all ends."""
@@ -86,31 +104,49 @@ class RankLink:
 
     def has_arrived(self) -> bool:
         """Whether the pool holds the sequence, with all heads, and nothing else."""
-        return holds_sequence(self.memory, self.me, PLACES, range(NUM_TOKENS))
+        return holds_sequence(self.memory, self.me, self.places, self.first_blocks, NUM_TOKENS)
 
 
 @asynccontextmanager
-async def rank_link(*transports: Transport) -> AsyncIterator[RankLink]:
+async def rank_link(
+    *transports: Transport,
+    source_size: int = 4,
+    sliding_windows: tuple[int | None, ...] = (),
+    scratch: ScratchArenas | None = None,
+) -> AsyncIterator[RankLink]:
     """A whole decode worker and as many prefill ranks as transports, each over its own."""
-    layout = whole_layout(block_size=4)
+    layout = whole_layout(4, sliding_windows)
     me = rank_info(layout, "decode-0", "d-1")
     memory = guarded(me)
-    receiver = KVReceiver(memory=memory, me=me, transports=transports)
+    receiver = KVReceiver(
+        memory=memory,
+        me=me,
+        transports=list({t.name: t for t in transports}.values()),
+        scratch=scratch,
+    )
+    sources = replace(layout, block_size=source_size)
     async with AsyncExitStack() as stack:
         owners = [
-            await stack.enter_async_context(_owner(layout.for_rank(i, len(transports)), transport))
+            await stack.enter_async_context(_owner(sources.for_rank(i, len(transports)), transport))
             for i, transport in enumerate(transports)
         ]
         await receiver.start()
         stack.push_async_callback(receiver.close)
-        yield RankLink(owners=owners, me=me, memory=memory, receiver=receiver)
+        yield RankLink(
+            owners=owners,
+            me=me,
+            memory=memory,
+            receiver=receiver,
+            first_blocks=layout.first_blocks(NUM_TOKENS),
+        )
 
 
 @asynccontextmanager
 async def _owner(layout: KVLayout, transport: Transport) -> AsyncIterator[OwnerRank]:
     info = rank_info(layout, f"prefill-{layout.tp_rank}", f"p-{layout.tp_rank}")
     memory = guarded(info, shared=True)
-    write_sequence(memory, info, TABLE, range(NUM_TOKENS))
+    first_blocks = layout.first_blocks(NUM_TOKENS)
+    write_sequence(memory, info, TABLES[: len(first_blocks)], first_blocks, NUM_TOKENS)
     ends: asyncio.Queue[tuple[TransferKey, ReleaseReason]] = asyncio.Queue()
     sender = KVSender(
         memory=memory,

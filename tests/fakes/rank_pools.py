@@ -1,4 +1,8 @@
-"""Pools of tensor-parallel ranks in which each byte says what it is: layer, K or V, token, head."""
+"""Pools of tensor-parallel ranks in which each byte says what it is: layer, K or V, token, head.
+
+A sequence has a table of blocks for each group of layers, and in each group tokens of its own:
+where there is a window, those that it leaves.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,15 @@ from tests.fakes.block_memory import ByteMemory
 WINDOW = 64
 NUM_BLOCKS = 24
 """Of every rank's pool: more than any sequence here needs."""
+Tables = Sequence[Sequence[int]]
+"""A sequence's blocks, by group."""
 GUARD = 0xEE
 """What a pool holds where nothing of the sequence is."""
 _NAME = struct.Struct("<BBHB")
 
 
-def whole_layout(block_size: int) -> KVLayout:
-    """All heads of a small model."""
+def whole_layout(block_size: int, sliding_windows: tuple[int | None, ...] = ()) -> KVLayout:
+    """All heads of a small model of two layers."""
     return KVLayout(
         model_digest="m" * 32,
         dtype="fp16",
@@ -30,6 +36,7 @@ def whole_layout(block_size: int) -> KVLayout:
         num_kv_heads=4,
         head_dim=6,
         block_size=block_size,
+        sliding_windows=sliding_windows,
     )
 
 
@@ -53,22 +60,36 @@ def guarded(info: PeerInfo, *, shared: bool = False) -> ByteMemory:
     return memory
 
 
-def write_sequence(memory: ByteMemory, info: PeerInfo, table: Sequence[int], tokens: range) -> None:
-    """Put the KV of a sequence's tokens, with the heads that the worker has, into its blocks."""
-    shape = block_shape(info)
+def write_sequence(
+    memory: ByteMemory, info: PeerInfo, tables: Tables, first_blocks: Sequence[int], num_tokens: int
+) -> None:
+    """Put the KV of a sequence, with the heads that the worker has, into its blocks.
+
+    In each group from the block of the index in `first_blocks` on.
+    """
+    for group, (table, first) in enumerate(zip(tables, first_blocks, strict=True)):
+        tokens = range(first * info.block_size, num_tokens)
+        _write_group(memory, block_shape(info), group, table, tokens)
+
+
+def _write_group(
+    memory: ByteMemory, shape: BlockShape, group: int, table: Sequence[int], tokens: range
+) -> None:
     places = product(tokens, range(shape.num_layers), range(2), range(shape.num_heads))
     for token, layer, kind, head in places:
         index, offset = divmod(token, shape.block_size)
         start = _start(shape, layer, kind, offset, head)
-        name = _NAME.pack(layer, kind, token, shape.first_head + head)
+        name = _NAME.pack(group * shape.num_layers + layer, kind, token, shape.first_head + head)
         content = (name * shape.head_bytes)[: shape.head_bytes]
         memory.block(BlockId(table[index]))[start : start + shape.head_bytes] = content
 
 
-def holds_sequence(memory: ByteMemory, info: PeerInfo, table: Sequence[int], tokens: range) -> bool:
-    """Whether the pool holds these tokens in these blocks, and everywhere else what it held."""
+def holds_sequence(
+    memory: ByteMemory, info: PeerInfo, tables: Tables, first_blocks: Sequence[int], num_tokens: int
+) -> bool:
+    """Whether the pool holds what `write_sequence` writes, and everywhere else what it held."""
     expected = guarded(info)
-    write_sequence(expected, info, table, tokens)
+    write_sequence(expected, info, tables, first_blocks, num_tokens)
     return all(
         memory.block(BlockId(block_id)) == expected.block(BlockId(block_id))
         for block_id in range(NUM_BLOCKS)
@@ -76,20 +97,29 @@ def holds_sequence(memory: ByteMemory, info: PeerInfo, table: Sequence[int], tok
 
 
 def blocks_of(
-    info: PeerInfo, table: Sequence[int], num_tokens: int, first_token: int = 0
+    info: PeerInfo, tables: Tables, first_blocks: Sequence[int], num_tokens: int
 ) -> tuple[GrantedBlock, ...]:
-    """The blocks of a sequence that are granted from the one with first_token on."""
+    """The blocks of a sequence that are granted, group by group."""
     size = info.block_size
     return tuple(
         GrantedBlock(
-            logical=logical_block(0, index),
-            block_id=BlockId(block_id),
+            logical=logical_block(group, index),
+            block_id=BlockId(table[index]),
             generation=0,
             valid_tokens=min(size, num_tokens - index * size),
         )
-        for index, block_id in enumerate(table)
-        if first_token // size <= index < -(-num_tokens // size)
+        for group, (table, first) in enumerate(zip(tables, first_blocks, strict=True))
+        for index in range(first, -(-num_tokens // size))
     )
+
+
+def places_of(tables: Tables, first_blocks: Sequence[int]) -> list[BlockId]:
+    """Where a worker with these tables wants what is missing, group by group."""
+    return [
+        BlockId(block_id)
+        for table, first in zip(tables, first_blocks, strict=True)
+        for block_id in table[first:]
+    ]
 
 
 def _start(shape: BlockShape, layer: int, kind: int, offset: int, head: int) -> int:

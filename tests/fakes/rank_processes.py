@@ -8,14 +8,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 
 from kv_transfer.compatibility import check_compatible
-from kv_transfer.geometry import BlockId, KVLayout
+from kv_transfer.geometry import KVLayout
 from kv_transfer.handoff import PeerInfo, TransferKey
 from kv_transfer.incoming import IncomingTransfer
 from kv_transfer.receiver import KVReceiver, Source
 from kv_transfer.transport import LinkRefusedError
 from tests.fakes.block_memory import ByteMemory
 from tests.fakes.kv_processes import PATIENT, OwnerProcess, key_of, owner_process
-from tests.fakes.rank_pools import blocks_of, guarded, rank_info
+from tests.fakes.rank_pools import Tables, blocks_of, guarded, places_of, rank_info
 from tests.fakes.stream_kinds import StreamKind
 
 FIRST_TOKEN = 7
@@ -28,37 +28,49 @@ class PrefillRank:
     def __init__(self, owner: OwnerProcess, number: int) -> None:
         self.owner = owner
         self.number = number
-        self.table: Sequence[int] = ()
+        self.tables: Tables = ()
 
     @property
     def info(self) -> PeerInfo:
         """As which it is known now."""
         return self.owner.info
 
-    async def become(self, layout: KVLayout, table: Sequence[int], num_tokens: int) -> None:
-        """Hold a sequence, in blocks of this layout, as another worker than before."""
+    async def become(self, layout: KVLayout, tables: Tables, num_tokens: int) -> None:
+        """Hold a sequence, in blocks of this layout, as another worker than before.
+
+        What is behind a window it has given up.
+        """
         name = f"prefill-{layout.tp_rank}-of-{layout.tp_size}-{layout.block_size}"
         me = rank_info(layout, name, name)
         answer = await self.owner.ask(
-            "become", me=asdict(me), table=list(table), num_tokens=num_tokens
+            "become",
+            me=asdict(me),
+            tables=tables,
+            first_blocks=layout.first_blocks(num_tokens),
+            num_tokens=num_tokens,
         )
         peer = answer["peer"]
         peer["endpoints"] = tuple(tuple(endpoint) for endpoint in peer["endpoints"])
         self.owner.info = PeerInfo(**peer)
         self.owner.ended.clear()
-        self.table = table
+        self.tables = tables
 
-    async def offer(self, readers: Sequence[DecodeRank], first_token: int = 0) -> None:
+    async def offer(
+        self, readers: Sequence[DecodeRank], first_blocks: Sequence[int] = (0,)
+    ) -> None:
         """Open a transfer to each of these ranks, and grant nothing yet."""
         pairs = [(asdict(reader.key(self)), asdict(reader.me)) for reader in readers]
-        first_block = first_token // self.info.block_size
-        await self.owner.ask("offer_together", readers=pairs, first_block=first_block)
+        await self.owner.ask("offer_together", readers=pairs, first_blocks=first_blocks)
 
     async def grant(
-        self, reader: DecodeRank, num_tokens: int, part: slice, first_token: int = 0
+        self,
+        reader: DecodeRank,
+        num_tokens: int,
+        part: slice,
+        first_blocks: Sequence[int] = (0,),
     ) -> None:
         """Grant some of the blocks; those up to the end are the last ones."""
-        blocks = blocks_of(self.info, self.table, num_tokens, first_token)[part]
+        blocks = blocks_of(self.info, self.tables, first_blocks, num_tokens)[part]
         await self.owner.ask(
             "grant_part",
             key=asdict(reader.key(self)),
@@ -86,18 +98,18 @@ class DecodeRank:
     def incoming(
         self,
         ranks: Sequence[PrefillRank],
-        table: Sequence[int],
+        tables: Tables,
         num_tokens: int,
         *,
-        first_block: int = 0,
+        first_blocks: tuple[int, ...] = (0,),
     ) -> IncomingTransfer:
-        """A transfer of everything that is missing from its block `first_block` on."""
+        """A transfer of everything that is missing from its blocks `first_blocks` on."""
         return self.receiver.gather(
             [Source(peer=rank.info, key=self.key(rank)) for rank in ranks],
-            [BlockId(block_id) for block_id in table[first_block:]],
+            places_of(tables, first_blocks),
             num_tokens,
             30.0,
-            first_blocks=(first_block,),
+            first_blocks=first_blocks,
         )
 
     def _may_link(self, rank: PrefillRank) -> bool:

@@ -13,7 +13,7 @@ import signal
 import pytest
 import pytest_asyncio
 
-from kv_transfer.geometry import BlockId
+from kv_transfer.geometry import BlockId, KVLayout
 from kv_transfer.transport import LinkRefusedError, PeerLostError
 from tests.fakes.rank_pools import GUARD, NUM_BLOCKS, holds_sequence, whole_layout
 from tests.fakes.rank_processes import (
@@ -23,7 +23,7 @@ from tests.fakes.rank_processes import (
     decode_ranks,
     prefill_ranks,
 )
-from tests.fakes.stream_kinds import SHM, TCP
+from tests.fakes.stream_kinds import kind_parameters
 from tests.fakes.until import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -33,50 +33,63 @@ NUM_TOKENS = 37
 FIRST_BLOCK = 1
 """Of decode's: the tokens before it are a prefix hit, and not to be written to."""
 FIRST_TOKEN_MISSING = FIRST_BLOCK * OWN_SIZE
+OWN_LAYOUT = whole_layout(OWN_SIZE)
 SPLITS = [(1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2)]
 
 
-def table_of(seed: int, block_size: int) -> list[int]:
-    """A sequence's blocks, anywhere in a pool."""
-    return random.Random(seed).sample(range(NUM_BLOCKS), -(-NUM_TOKENS // block_size))
+def tables_of(seed: int, layout: KVLayout) -> list[list[int]]:
+    """A sequence's blocks by group, anywhere in a pool."""
+    needed = layout.blocks_for(NUM_TOKENS)
+    blocks = random.Random(seed).sample(range(NUM_BLOCKS), needed * len(layout.groups))
+    return [blocks[start : start + needed] for start in range(0, len(blocks), needed)]
 
 
-@pytest_asyncio.fixture(
-    params=[TCP, SHM], ids=lambda kind: kind.name, scope="module", loop_scope="module"
-)
+def missing_of(layout: KVLayout) -> tuple[int, ...]:
+    """By group, the first block that is asked for: behind no window, and not of the prefix hit."""
+    hit = FIRST_TOKEN_MISSING // layout.block_size
+    return tuple(max(hit, first) for first in layout.first_blocks(NUM_TOKENS))
+
+
+@pytest_asyncio.fixture(params=kind_parameters(), scope="module", loop_scope="module")
 async def started(request):
     """A transport, and as many processes as any test needs: they are slow to start."""
     async with prefill_ranks(request.param, 4) as ranks:
         yield request.param, ranks
 
 
-async def become(ranks: list[PrefillRank], number: int, block_size: int) -> list[PrefillRank]:
+async def become(ranks: list[PrefillRank], number: int, layout: KVLayout) -> list[PrefillRank]:
     """The first of the processes as the ranks of one worker that has computed the sequence."""
-    layout = whole_layout(block_size)
     chosen = ranks[:number]
     await asyncio.gather(
         *(
-            rank.become(layout.for_rank(i, number), table_of(i, block_size), NUM_TOKENS)
+            rank.become(layout.for_rank(i, number), tables_of(i, layout), NUM_TOKENS)
             for i, rank in enumerate(chosen)
         )
     )
     return chosen
 
 
-async def offer_and_grant(prefill: list[PrefillRank], decode: list[DecodeRank]) -> None:
-    """All of the sequence, in two grants, to each rank of decode that has heads of the owner's."""
+async def offer_and_grant(
+    prefill: list[PrefillRank], decode: list[DecodeRank], layout: KVLayout
+) -> None:
+    """All of the sequence, in two grants, to each rank of decode that has heads of the owner's.
+
+    `layout` is prefill's, whole.
+    """
+    missing = missing_of(layout)
     for rank in prefill:
         readers = [reader for reader in decode if rank in reader.owners(prefill)]
-        await rank.offer(readers, FIRST_TOKEN_MISSING)
+        await rank.offer(readers, missing)
         for part in (slice(0, 2), slice(2, None)):
             for reader in readers:
-                await rank.grant(reader, NUM_TOKENS, part, FIRST_TOKEN_MISSING)
+                await rank.grant(reader, NUM_TOKENS, part, missing)
 
 
-def whole_sequence(reader: DecodeRank, table: list[int]) -> bool:
+def whole_sequence(
+    reader: DecodeRank, tables: list[list[int]], layout: KVLayout = OWN_LAYOUT
+) -> bool:
     """Whether its pool holds what was missing with its heads, and nothing else was written to."""
-    tokens = range(FIRST_TOKEN_MISSING, NUM_TOKENS)
-    return holds_sequence(reader.memory, reader.me, table, tokens)
+    return holds_sequence(reader.memory, reader.me, tables, missing_of(layout), NUM_TOKENS)
 
 
 @pytest.mark.parametrize("source_size", [OWN_SIZE, 12])
@@ -85,19 +98,20 @@ async def test_every_decode_rank_gets_its_heads_of_every_token(
     started, num_prefill, num_decode, source_size
 ):
     kind, ranks = started
-    prefill = await become(ranks, num_prefill, source_size)
-    async with decode_ranks(kind, whole_layout(OWN_SIZE), num_decode) as decode:
-        await offer_and_grant(prefill, decode)
-        tables = [table_of(100 + i, OWN_SIZE) for i in range(num_decode)]
+    source = whole_layout(source_size)
+    prefill = await become(ranks, num_prefill, source)
+    async with decode_ranks(kind, OWN_LAYOUT, num_decode) as decode:
+        await offer_and_grant(prefill, decode, source)
+        tables = [tables_of(100 + i, OWN_LAYOUT) for i in range(num_decode)]
         transfers = [
-            reader.incoming(reader.owners(prefill), table, NUM_TOKENS, first_block=FIRST_BLOCK)
-            for reader, table in zip(decode, tables, strict=True)
+            reader.incoming(reader.owners(prefill), its, NUM_TOKENS, first_blocks=(FIRST_BLOCK,))
+            for reader, its in zip(decode, tables, strict=True)
         ]
 
         landed = await asyncio.gather(*(transfer.pull() for transfer in transfers))
 
-        for reader, table, result in zip(decode, tables, landed, strict=True):
-            assert whole_sequence(reader, table)
+        for reader, its, result in zip(decode, tables, landed, strict=True):
+            assert whole_sequence(reader, its)
             owners = reader.owners(prefill)
             assert result.first.token_id == FIRST_TOKEN + owners[0].number
             blocks = -(-NUM_TOKENS // source_size) - FIRST_TOKEN_MISSING // source_size
@@ -116,12 +130,12 @@ async def test_every_decode_rank_gets_its_heads_of_every_token(
 async def test_blocks_stay_pinned_until_the_last_rank_has_confirmed(started):
     """What one rank says of its lease frees nothing that another one still reads."""
     kind, ranks = started
-    prefill = await become(ranks, 1, OWN_SIZE)
-    async with decode_ranks(kind, whole_layout(OWN_SIZE), 2) as decode:
-        await offer_and_grant(prefill, decode)
-        table = table_of(100, OWN_SIZE)
+    prefill = await become(ranks, 1, OWN_LAYOUT)
+    async with decode_ranks(kind, OWN_LAYOUT, 2) as decode:
+        await offer_and_grant(prefill, decode, OWN_LAYOUT)
+        tables = tables_of(100, OWN_LAYOUT)
         early, late = (
-            reader.incoming(prefill, table, NUM_TOKENS, first_block=FIRST_BLOCK)
+            reader.incoming(prefill, tables, NUM_TOKENS, first_blocks=(FIRST_BLOCK,))
             for reader in decode
         )
         await early.pull()
@@ -131,33 +145,33 @@ async def test_blocks_stay_pinned_until_the_last_rank_has_confirmed(started):
         await late.pull()
 
         await until(lambda: len(prefill[0].owner.ended) == 2)
-        assert all(whole_sequence(reader, table) for reader in decode)
+        assert all(whole_sequence(reader, tables) for reader in decode)
 
 
 async def test_sources_that_are_not_all_heads_are_refused_before_anything_is_asked(started):
     kind, ranks = started
-    prefill = await become(ranks, 2, OWN_SIZE)
-    async with decode_ranks(kind, whole_layout(OWN_SIZE), 1) as (reader,):
+    prefill = await become(ranks, 2, OWN_LAYOUT)
+    async with decode_ranks(kind, OWN_LAYOUT, 1) as (reader,):
         for sources in (prefill[:1], prefill[1:], [*prefill, prefill[0]]):
             with pytest.raises(LinkRefusedError, match=r"KV heads do not add up: . to . on"):
-                reader.incoming(sources, table_of(1, OWN_SIZE), NUM_TOKENS)
+                reader.incoming(sources, tables_of(1, OWN_LAYOUT), NUM_TOKENS)
         assert reader.receiver.stats().by_outcome == {}
 
 
-@pytest.mark.parametrize("kind", [TCP, SHM], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", kind_parameters())
 async def test_one_owner_killed_in_the_middle_ends_all_and_nothing_counts(kind):
     async with (
         prefill_ranks(kind, 2) as ranks,
-        decode_ranks(kind, whole_layout(OWN_SIZE), 1) as (reader,),
+        decode_ranks(kind, OWN_LAYOUT, 1) as (reader,),
     ):
-        prefill = await become(ranks, 2, OWN_SIZE)
+        prefill = await become(ranks, 2, OWN_LAYOUT)
         for rank in prefill:
             await rank.offer([reader])
             await rank.grant(reader, NUM_TOKENS, slice(0, 2))
-        table = table_of(100, OWN_SIZE)
-        transfer = reader.incoming(prefill, table, NUM_TOKENS)
+        tables = tables_of(100, OWN_LAYOUT)
+        transfer = reader.incoming(prefill, tables, NUM_TOKENS)
         pulling = asyncio.create_task(transfer.pull())
-        await until(lambda: has_landed(reader, table[1]))
+        await until(lambda: has_landed(reader, tables[0][1]))
 
         prefill[1].owner.signal(signal.SIGKILL)
 

@@ -10,7 +10,7 @@ import pytest
 
 from kv_transfer.geometry import BlockId
 from tests.fakes.paged_model import paged
-from tests.fakes.stream_kinds import SHM, TCP
+from tests.fakes.stream_kinds import NIXL, STREAM_KINDS, TCP, kind_parameters
 from tests.fakes.tiny_models import SERVED, layout_of, make_model
 from tests.fakes.worker_rig import Client, Rig, RigConfig, generate_request, worker_rig
 from tests.parity.references import make_reference
@@ -69,7 +69,7 @@ def rig_with(model, kind, prefill_layout):
     )
 
 
-@pytest.mark.parametrize("kind", [TCP, SHM], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", kind_parameters((*STREAM_KINDS, NIXL)))
 @pytest.mark.parametrize("block_size", [8, 32, 12])
 async def test_a_prompt_in_blocks_of_another_size_gives_the_same_tokens(
     model, oracle, kind, block_size

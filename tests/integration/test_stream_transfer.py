@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from kv_transfer.geometry import BlockId
+from kv_transfer.scratch import ScratchArenas
 from kv_transfer.transport import (
     CorruptTransferError,
     InvalidTransferError,
@@ -23,7 +24,14 @@ from kv_transfer.transport import (
     PeerLostError,
 )
 from kv_transfer.transports.wire import FrameType
-from tests.fakes.kv_processes import NUM_BLOCKS, QUICK, Decode, owner_process, shuffled_handoff
+from tests.fakes.kv_processes import (
+    MARK,
+    NUM_BLOCKS,
+    QUICK,
+    Decode,
+    owner_process,
+    shuffled_handoff,
+)
 from tests.fakes.stream_kinds import NIXL_TCP, SHM, kind_parameters
 from tests.fakes.stream_proxy import Damage, stream_proxy
 from tests.fakes.until import until
@@ -104,6 +112,37 @@ async def test_a_stopped_owner_is_lost_and_nothing_lands_after_it_goes_on(kind):
         assert kind is NIXL_TCP  # UCX 1.23 aborts where it owes an answer to an agent that has gone
         async with owner_process(kind, size, name="p2") as other:
             await shuffled_handoff(other, decode, "u", seed=2)
+
+
+async def test_scratch_of_a_stopped_owner_is_written_to_by_nobody_after_the_fence(kind):
+    """As above, where decode's blocks are of two tokens and prefill's are of one."""
+    size = 1024 * 1024
+    scratch = ScratchArenas(lot_bytes=NUM_BLOCKS * size, arena_bytes=NUM_BLOCKS * size)
+    arena = scratch.of(size)
+    async with (
+        owner_process(kind, size) as owner,
+        Decode(kind, size, timings=QUICK, block_size=2, scratch=scratch) as decode,
+    ):
+        key = decode.key(owner, "t")
+        blocks, places = list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS // 2))
+        await owner.offer(key, decode.me, [blocks[:60], []])
+        transfer = decode.incoming(owner, key, places)
+        pulling = asyncio.create_task(transfer.pull())
+        await until(lambda: any(arena.block(BlockId(0))[:64]))
+        owner.signal(signal.SIGSTOP)
+        with pytest.raises(PeerLostError, match=r"nothing from the peer|no read has ended"):
+            await pulling
+        assert not any(arena.block(BlockId(59))[:64])
+        await transfer.wait_quiesced()
+        assert arena.free_lots == 1
+        for block_id in blocks:
+            arena.block(BlockId(block_id))[:] = bytes([MARK]) * size
+        decode.mark(places)
+        owner.signal(signal.SIGCONT)
+        await until(lambda: "t" in owner.ended or not owner.is_running)
+        assert all(arena.block(BlockId(block_id)) == bytes([MARK]) * size for block_id in blocks)
+        assert decode.is_marked(places)
+        assert owner.is_running or kind is NIXL_TCP  # see above
 
 
 async def test_blocks_of_a_cancelled_fetch_can_be_reused_after_the_fence(kind):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from itertools import product
 
@@ -13,6 +14,7 @@ from kv_transfer.handoff import GrantedBlock
 from kv_transfer.landing import Repacked
 from kv_transfer.protocol import Fetch
 from kv_transfer.repack import BlockShape
+from kv_transfer.scratch import ScratchArena
 from tests.fakes.block_memory import ByteMemory
 
 SPLITS = (1, 2, 4)
@@ -78,9 +80,10 @@ def repack(source, pool, source_table, own, memory, table, first_token, num_toke
     landing = Repacked(
         memory,
         table[first_token // own.block_size :],
+        ScratchArena(source.bytes_per_block, num_lots=1, blocks_per_lot=8),
         source=source,
         own=own,
-        first_token=first_token,
+        first_blocks=(first_token // own.block_size,),
         num_tokens=num_tokens,
     )
     first = first_token // source.block_size
@@ -93,6 +96,7 @@ def repack(source, pool, source_table, own, memory, table, first_token, num_toke
         )
         for index in range(first, ceil_div(num_tokens, source.block_size))
     )
+    asyncio.run(landing.ready())
     fetched = 0
     for part, places in landing.parts(Fetch(blocks, {})):
         for block in part:  # what a transport does

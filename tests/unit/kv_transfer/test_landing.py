@@ -6,18 +6,28 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.geometry import BlockId
+from kv_transfer.geometry import BlockId, logical_block
 from kv_transfer.landing import InPlace, Repacked
 from kv_transfer.protocol import Fetch
 from kv_transfer.repack import BlockShape
+from kv_transfer.scratch import ScratchArena
 from tests.fakes.block_memory import ByteMemory, granted_blocks
 
 OWN = BlockShape(num_layers=1, block_size=4, num_heads=1, head_bytes=2)
 SOURCE = replace(OWN, block_size=2)
 
 
-def repacked(memory, placement, num_tokens):
-    return Repacked(memory, placement, source=SOURCE, own=OWN, first_token=0, num_tokens=num_tokens)
+def repacked(memory, placement, num_tokens, *, first_blocks=(0,), source=SOURCE, num_lots=1):
+    scratch = ScratchArena(source.bytes_per_block, num_lots=num_lots, blocks_per_lot=8)
+    return Repacked(
+        memory,
+        placement,
+        scratch,
+        source=source,
+        own=OWN,
+        first_blocks=first_blocks,
+        num_tokens=num_tokens,
+    )
 
 
 def test_blocks_of_our_shape_are_fetched_together_into_their_places():
@@ -30,22 +40,40 @@ def test_blocks_of_our_shape_are_fetched_together_into_their_places():
     assert list(landing.parts(Fetch(blocks, placement))) == [(blocks, placement)]
 
 
-def test_blocks_of_another_shape_are_fetched_a_few_at_a_time():
-    """However long the prompt is, scratch memory is bounded."""
-    landing = repacked(ByteMemory(8, OWN.bytes_per_block), list(range(8)), 32)
-    blocks = granted_blocks(32, 2, list(range(16)))
+async def test_blocks_of_another_shape_are_fetched_as_many_at_a_time_as_were_lent():
+    """However long the prompt is, scratch memory is bounded, and not another transfer's."""
+    landing = repacked(ByteMemory(9, OWN.bytes_per_block), list(range(9)), 36, num_lots=2)
+    others = await landing.memory.borrow()
+    blocks = granted_blocks(36, 2, list(range(18)))
 
+    await landing.ready()
     parts = list(landing.parts(Fetch(blocks, {})))
 
     assert [block for part, _ in parts for block in part] == list(blocks)
-    assert max(len(part) for part, _ in parts) == landing.memory.num_blocks < len(blocks)
-    assert landing.memory.bytes_per_block == SOURCE.bytes_per_block
-    assert landing.memory.region is None
+    assert [len(part) for part, _ in parts] == [8, 8, 2]
+    places = [list(placement.values()) for _, placement in parts]
+    assert all(len(set(used)) == len(used) for used in places)
+    assert all(set(used).isdisjoint(others) for used in places)
 
 
-def test_nothing_is_in_its_place_before_it_is_placed():
+async def test_a_transfer_is_lent_scratch_once_and_gives_it_back_once():
+    landing = repacked(ByteMemory(1, OWN.bytes_per_block), [BlockId(0)], 4)
+    landing.fenced()  # nothing was fetched
+    assert landing.memory.free_lots == 1
+
+    for _ in range(2):
+        await landing.ready()
+        assert landing.memory.free_lots == 0
+
+    for _ in range(2):
+        landing.fenced()
+        assert landing.memory.free_lots == 1
+
+
+async def test_nothing_is_in_its_place_before_it_is_placed():
     memory = ByteMemory(1, OWN.bytes_per_block)
     landing = repacked(memory, [BlockId(0)], 4)
+    await landing.ready()
     ((blocks, places),) = landing.parts(Fetch(granted_blocks(4, 2, [0, 1]), {}))
     for number, block in enumerate(blocks, 1):
         landing.memory.block(places[block.logical])[:] = bytes([number]) * SOURCE.bytes_per_block
@@ -55,6 +83,26 @@ def test_nothing_is_in_its_place_before_it_is_placed():
 
     key = b"\0\0\0\0\2\2\2\2"
     assert bytes(memory.block(BlockId(0))) == key + key
+
+
+async def test_each_group_has_its_own_first_block_and_its_own_places():
+    """Two groups of one layer, the second with a window; ranks of two heads, ours has the first."""
+    memory = ByteMemory(3, OWN.bytes_per_block)
+    source = replace(OWN, num_heads=2)
+    landing = repacked(memory, [2, 0, 1], 8, first_blocks=(0, 1), source=source)
+    names = [logical_block(0, 0), logical_block(0, 1), logical_block(1, 1)]
+    granted = [
+        replace(block, logical=name)
+        for block, name in zip(granted_blocks(12, 4, [0, 1, 2]), names, strict=True)
+    ]
+    await landing.ready()
+    ((blocks, places),) = landing.parts(Fetch(tuple(granted), {}))
+    for number, block in enumerate(blocks, 1):
+        landing.memory.block(places[block.logical])[:] = bytes([number, number, 9, 9]) * 8
+        landing.place(block)
+
+    first_bytes = [memory.block(BlockId(place))[:] for place in (2, 0, 1)]
+    assert first_bytes == [bytes([number]) * OWN.bytes_per_block for number in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("placement", [[0], [0, 0]])

@@ -23,7 +23,7 @@ from kv_transfer.transports.nixl_agent import (
 )
 from kv_transfer.transports.nixl_link import NixlLink, NixlLinks
 from tests.fakes.block_memory import ByteMemory, peer_info
-from tests.fakes.kv_link import FIRST, PLACES, SOURCE, kv_link
+from tests.fakes.kv_link import FIRST, PLACES, SOURCE, kv_link, one_lot, places_of
 from tests.fakes.stream_kinds import NIXL, NIXL_TCP, QUICK, needs_nixl, nixl_transport
 from tests.fakes.until import until
 
@@ -375,6 +375,65 @@ async def test_reads_that_take_longer_than_silence_may_are_waited_for_while_thei
         await link.incoming(key).pull()
         assert link.has_arrived()
         assert len(begun) > 4
+
+
+@needs_nixl
+async def test_repacked_transfers_share_one_agent_of_each_peer(monkeypatch):
+    """Scratch is registered with it once, whichever part of it a transfer is lent."""
+    begun = []
+    begin = NixlAgent.__init__
+
+    def note(agent, name, memory, options):
+        begun.append(memory)
+        begin(agent, name, memory, options)
+
+    async with kv_link(nixl_transport(), own_size=8, num_blocks=18) as link:
+        monkeypatch.setattr(NixlAgent, "__init__", note)
+        transfers = [link.incoming(link.offer(f"t{i}"), places_of(i)) for i in range(3)]
+        await asyncio.gather(*(transfer.pull() for transfer in transfers))
+        assert all(link.has_arrived(places_of(i)) for i in range(3))
+        assert begun == [link.arena]
+
+
+@needs_nixl
+async def test_scratch_that_a_read_may_still_write_to_is_lent_when_its_agent_has_ended(monkeypatch):
+    events, is_stuck = [], threading.Event()
+    begin_read, progress, end = NixlAgent.read, NixlAgent.progress, NixlAgent.close
+
+    def read(agent, peer, remote, local):
+        events.append("read")
+        begun = begin_read(agent, peer, remote, local)
+        if is_stuck.is_set():
+            begun.state = ReadState.RUNNING
+        return begun
+
+    def stay(agent, read):
+        return read.state if is_stuck.is_set() else progress(agent, read)
+
+    def close(agent):
+        events.append("ended")
+        end(agent)
+
+    monkeypatch.setattr(NixlAgent, "read", read)
+    monkeypatch.setattr(NixlAgent, "progress", stay)
+    async with kv_link(nixl_transport(), own_size=8, scratch=one_lot()) as link:
+        monkeypatch.setattr(NixlAgent, "close", close)
+        is_stuck.set()
+        transfer = link.incoming(link.offer("first"), places_of(0))
+        pulling = asyncio.create_task(transfer.pull())
+        await until(lambda: events == ["read"])
+        waiting = asyncio.create_task(link.incoming(link.offer("second"), places_of(1)).pull())
+        await until(lambda: link.receiver.stats().active == 2)
+
+        pulling.cancel()
+
+        with pytest.raises(PeerLostError, match="the link has ended"):
+            await waiting  # of the same agent, and without a READ before its end
+        await transfer.wait_quiesced()
+        assert events == ["read", "ended"]
+        is_stuck.clear()
+        await link.incoming(link.offer("third"), places_of(1)).pull()
+        assert link.has_arrived(places_of(1))
 
 
 def test_its_fence_is_not_the_closed_connection():

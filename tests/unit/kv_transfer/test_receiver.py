@@ -7,6 +7,7 @@ import pytest
 from kv_transfer.geometry import BlockId
 from kv_transfer.handoff import ReleaseReason
 from kv_transfer.receiver import KVReceiver
+from kv_transfer.scratch import ScratchArenas
 from kv_transfer.selection import LinkReason, Offer
 from kv_transfer.transport import (
     CorruptTransferError,
@@ -357,31 +358,12 @@ async def test_a_peer_that_does_not_fit_is_refused_before_anything_is_sent():
             link.incoming(link.offer())
 
 
-async def test_blocks_of_another_size_are_refused_where_no_transport_can_repack():
+async def test_blocks_of_one_size_too_many_are_refused_before_anything_is_asked():
     transport = FaultyTransport()
-    async with kv_link(transport) as link:
-        link.peer = dataclasses.replace(
-            link.peer,
-            fingerprint="0" * 32,
-            block_size=2 * link.peer.block_size,
-            bytes_per_block=2 * link.peer.bytes_per_block,
-        )
-        key = link.offer()
-        link.incoming(key)
-        transport.capabilities = dataclasses.replace(
-            transport.capabilities, fence="on_agent_restart"
-        )
-        with pytest.raises(LinkRefusedError, match=r"block size differs: 8 .* 4 .* cannot repack"):
-            link.incoming(key)
-
-
-async def test_another_share_of_the_heads_is_refused_where_no_transport_can_repack():
-    """As of another block size: torch and nixl have such fences."""
-    transport = FaultyTransport()
-    transport.capabilities = dataclasses.replace(transport.capabilities, fence="on_abort")
-    async with rank_link(transport, transport) as link:
-        refused = r"rank differs: 0 of 2 on prefill-0, 0 of 1 on decode-0; .*faulty cannot repack"
-        with pytest.raises(LinkRefusedError, match=refused):
+    scratch = ScratchArenas(max_arenas=1)
+    scratch.of(512)
+    async with rank_link(transport, source_size=8, scratch=scratch) as link:
+        with pytest.raises(LinkRefusedError, match=r"cannot be repacked beside those of \[512\]"):
             link.incoming()
         assert link.receiver.stats().by_outcome == {}
 
@@ -412,9 +394,7 @@ async def test_a_better_transport_that_does_not_start_here_is_said_of_the_link()
             receiver.transfer(peer, link.offer(f"of {peer.block_size}"), PLACES, NUM_TOKENS, 1.0)
             chosen = receiver.stats().links[peer.worker_id]
             assert chosen.transport == transport.name
-            # Better ones that could not repack are no obstacle.
-            wanted = LinkReason.BROKEN if peer is link.peer else LinkReason.ONLY_ONE
-            assert chosen.reason is wanted
+            assert chosen.reason is LinkReason.BROKEN
 
 
 @pytest.mark.parametrize("places", [PLACES[:5], [*PLACES[:5], BlockId(16)], [BlockId(1)] * 6])

@@ -32,10 +32,10 @@ from kv_transfer.transports.torch_owner import GroupOutlet
 from kv_transfer.transports.wire import FrameType
 from tests.fakes.block_memory import ByteMemory
 from tests.fakes.clock import FakeClock
-from tests.fakes.kv_link import FIRST, PLACES, kv_link
+from tests.fakes.kv_link import FIRST, PLACES, POISON, kv_link, one_lot, places_of
 from tests.fakes.raw_peer import RawPeer
 from tests.fakes.stream_kinds import QUICK, TORCH
-from tests.fakes.until import until
+from tests.fakes.until import turned, until
 
 MIB = 1024 * 1024
 
@@ -379,6 +379,56 @@ async def test_a_transfer_that_is_cancelled_in_its_turn_leaves_the_next_one_a_wa
         assert link.sender.grant(key, link.blocks(), FIRST)
         await link.incoming(key).pull()
         assert link.has_arrived()
+
+
+async def test_scratch_of_a_turn_that_is_cut_short_is_lent_when_its_group_is_aborted(monkeypatch):
+    """Until then what the owner still sends may be written there."""
+
+    class Held(CountingBackend):
+        may_abort, is_aborting = threading.Event(), threading.Event()
+
+        def abort(self, group, peer):
+            self.is_aborting.set()
+            assert self.may_abort.wait(20)
+            super().abort(group, peer)
+
+    send, begun, is_stuck = PairGroup.send, threading.Event(), threading.Event()
+
+    async def send_late(group, blocks):
+        begun.set()
+        if is_stuck.is_set():
+            await asyncio.Event().wait()  # it is ended with the connection
+        await send(group, blocks)
+
+    monkeypatch.setattr(PairGroup, "send", send_late)
+    backend = Held()
+    receiving = TORCH.transport(backend=backend)
+    async with kv_link(
+        TORCH.transport(), receiving=receiving, own_size=8, scratch=one_lot()
+    ) as link:
+        is_stuck.set()
+        transfer = link.incoming(link.offer("first"), places_of(0))
+        pulling = asyncio.create_task(transfer.pull())
+        await until(begun.is_set)
+        pulling.cancel()
+        await until(backend.is_aborting.is_set)
+        assert link.arena.free_lots == 0  # and not because the next one has it
+        is_stuck.clear()
+        waiting = asyncio.create_task(link.incoming(link.offer("second"), places_of(1)).pull())
+        await until(lambda: link.receiver.stats().active == 2)
+        await turned(link.receiver._thread, link.sender._thread)
+        assert link.arena.free_lots == 0
+        for block_id in range(link.arena.num_blocks):
+            block = link.arena.block(BlockId(block_id))
+            assert not any(block)  # nobody has fetched into it
+            block[:] = bytes([POISON]) * block.nbytes
+
+        backend.may_abort.set()
+
+        await waiting
+        assert link.has_arrived(places_of(1))
+        await transfer.wait_quiesced()
+        assert link.arena.free_lots == 1
 
 
 def test_nccl_is_refused_with_the_reason():

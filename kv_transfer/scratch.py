@@ -1,0 +1,114 @@
+"""Blocks of other workers' sizes: what arrives in them is looked at and copied on.
+
+A transport may write to where it was told until its fence has passed, and one that has to register
+memory keeps that for as long as it knows the peer. So scratch is not a transfer's but the
+receiver's: one arena for each size of block, never moved and never freed while the receiver is.
+A transfer is lent a lot of an arena's blocks. They come back once its fence has passed and not
+before (INV-FENCE); those of a broken fence never do.
+
+Arenas are made on the worker's loop; what is free in them belongs to the transfer thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from kv_transfer.geometry import BlockId
+from kv_transfer.shared_memory import SharedRegion
+from kv_transfer.transport import LinkRefusedError, MemoryKind
+
+__all__ = ["Lot", "ScratchArena", "ScratchArenas"]
+
+Lot = tuple[BlockId, ...]
+"""Blocks of an arena that are lent together."""
+
+_LOT_BYTES = 4 * 1024 * 1024
+"""Fetched at a time: enough to keep a connection busy."""
+_ARENA_BYTES = 32 * _LOT_BYTES
+"""Of one size of blocks, so many transfers at once; the host has memory for what is used of it."""
+_MAX_ARENAS = 4
+"""Sizes of blocks that one worker is sent, other than its own: workers are changed from one size to
+another, not among many."""
+
+
+class ScratchArena:
+    """`BlockMemory` that transports write to and nobody computes with."""
+
+    kind: MemoryKind = "host"
+    region: SharedRegion | None = None
+
+    def __init__(self, bytes_per_block: int, *, num_lots: int, blocks_per_lot: int) -> None:
+        """All of it is free."""
+        self.bytes_per_block = bytes_per_block
+        self.num_blocks = num_lots * blocks_per_lot
+        # Side by side, as NIXL registers them; zeros that nothing is written to take no memory.
+        self._bytes = np.zeros(self.num_blocks * bytes_per_block, np.uint8).data
+        # The lot that came back last is lent first: its memory is there already.
+        self._free: asyncio.LifoQueue[Lot] = asyncio.LifoQueue()
+        for start in reversed(range(0, self.num_blocks, blocks_per_lot)):
+            lot = range(start, start + blocks_per_lot)
+            self._free.put_nowait(tuple(map(BlockId, lot)))
+
+    @property
+    def free_lots(self) -> int:
+        """Those that could be lent now."""
+        return self._free.qsize()
+
+    def block(self, block_id: BlockId) -> memoryview:
+        """See `BlockMemory.block`."""
+        start = block_id * self.bytes_per_block
+        return self._bytes[start : start + self.bytes_per_block]
+
+    async def borrow(self) -> Lot:
+        """A lot for one transfer alone; waits while there is none. `give_back` is its only end."""
+        return await self._free.get()
+
+    def give_back(self, lot: Lot) -> None:
+        """Its transfer's fence has passed; once for each time that it was lent."""
+        self._free.put_nowait(lot)
+
+
+class ScratchArenas:
+    """The arenas of one receiver, by the size of their blocks."""
+
+    def __init__(
+        self,
+        *,
+        lot_bytes: int = _LOT_BYTES,
+        arena_bytes: int = _ARENA_BYTES,
+        max_arenas: int = _MAX_ARENAS,
+    ) -> None:
+        """None is there before it is asked for; together they have `max_arenas * arena_bytes`."""
+        self._lot_bytes = lot_bytes
+        self._arena_bytes = arena_bytes
+        self._max_arenas = max_arenas
+        self._arenas: dict[int, ScratchArena] = {}
+
+    def of(self, bytes_per_block: int) -> ScratchArena:
+        """For blocks of this size; `LinkRefusedError` if there is no memory for more of them."""
+        arena = self._arenas.get(bytes_per_block)
+        if arena is None:
+            self._check_bounds(bytes_per_block)
+            arena = self._arenas[bytes_per_block] = self._make(bytes_per_block)
+        return arena
+
+    def _check_bounds(self, bytes_per_block: int) -> None:
+        if bytes_per_block > self._arena_bytes:
+            raise LinkRefusedError(
+                f"a block of {bytes_per_block} bytes cannot be repacked in {self._arena_bytes}"
+            )
+        if len(self._arenas) == self._max_arenas:
+            raise LinkRefusedError(
+                f"blocks of {bytes_per_block} bytes cannot be repacked beside those of "
+                f"{sorted(self._arenas)} that this worker was sent before"
+            )
+
+    def _make(self, bytes_per_block: int) -> ScratchArena:
+        blocks_per_lot = max(1, self._lot_bytes // bytes_per_block)
+        return ScratchArena(
+            bytes_per_block,
+            num_lots=self._arena_bytes // (blocks_per_lot * bytes_per_block),
+            blocks_per_lot=blocks_per_lot,
+        )

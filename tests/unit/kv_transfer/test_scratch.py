@@ -1,0 +1,84 @@
+"""Scratch blocks are one transfer's from when they are lent until they are given back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kv_transfer.geometry import BlockId
+from kv_transfer.scratch import ScratchArena, ScratchArenas
+from kv_transfer.transport import LinkRefusedError
+from kv_transfer.transports.nixl_agent import address_of
+
+
+async def turn() -> None:
+    """Let others of this loop go on until they wait."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_no_block_is_lent_twice_before_it_was_given_back():
+    arena = ScratchArena(8, num_lots=3, blocks_per_lot=2)
+
+    lots = [await arena.borrow() for _ in range(3)]
+
+    assert sorted(block for lot in lots for block in lot) == list(range(arena.num_blocks))
+    assert arena.free_lots == 0
+    arena.give_back(lots[1])
+    assert await arena.borrow() == lots[1]
+
+
+async def test_who_finds_no_lot_waits_for_one_in_the_order_of_coming():
+    arena = ScratchArena(8, num_lots=1, blocks_per_lot=2)
+    lot = await arena.borrow()
+    first, second = (asyncio.create_task(arena.borrow()) for _ in range(2))
+    await turn()
+    assert not first.done()
+
+    arena.give_back(lot)
+
+    assert await first == lot
+    await turn()
+    assert not second.done()
+    arena.give_back(lot)
+    assert await second == lot
+
+
+async def test_who_gives_up_waiting_takes_no_lot_along():
+    arena = ScratchArena(8, num_lots=1, blocks_per_lot=2)
+    lot = await arena.borrow()
+    waiting = asyncio.create_task(arena.borrow())
+    await turn()
+    arena.give_back(lot)
+    waiting.cancel()  # in the very moment in which it is there
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert arena.free_lots == 1
+
+
+def test_blocks_lie_side_by_side():
+    """As NIXL registers them."""
+    arena = ScratchArena(8, num_lots=2, blocks_per_lot=2)
+    addresses = [address_of(arena.block(BlockId(block))) for block in range(4)]
+    assert addresses == [addresses[0] + 8 * block for block in range(4)]
+    assert [arena.block(BlockId(block)).nbytes for block in range(4)] == [8] * 4
+
+
+def test_each_size_has_one_arena_for_good():
+    arenas = ScratchArenas(lot_bytes=64, arena_bytes=256)
+    small, large = arenas.of(10), arenas.of(100)
+    assert arenas.of(10) is small
+    assert (small.free_lots, small.num_blocks) == (4, 24)
+    assert (large.free_lots, large.num_blocks) == (2, 2)
+
+
+def test_memory_is_bounded_and_what_is_beyond_is_refused():
+    arenas = ScratchArenas(lot_bytes=64, arena_bytes=256, max_arenas=2)
+    with pytest.raises(LinkRefusedError, match="block of 257 bytes cannot be repacked in 256"):
+        arenas.of(257)
+    for size in (256, 7):
+        arena = arenas.of(size)
+        assert arena.num_blocks * arena.bytes_per_block <= 256
+    with pytest.raises(LinkRefusedError, match=r"9 bytes .* beside those of \[7, 256\]"):
+        arenas.of(9)
+    assert arenas.of(7).free_lots > 0
