@@ -24,6 +24,7 @@ _PLACES: Final[_Compared] = (
     ("tensor-parallel rank", lambda worker: f"{worker.tp_rank} of {worker.tp_size}"),
     ("block size", lambda worker: worker.block_size),
     ("bytes per block", lambda worker: worker.bytes_per_block),
+    ("layers per block", lambda worker: worker.layers_per_block),
     # Covers all of these and more (sliding windows, the protocol's version), but is no word for
     # people: it is named only where nothing else says what the matter is.
     ("layout fingerprint", lambda worker: worker.fingerprint),
@@ -71,14 +72,14 @@ def check_heads(sources: Sequence[PeerInfo], decode: PeerInfo) -> None:
 def can_repack(prefill: PeerInfo, decode: PeerInfo) -> bool:
     """Whether their blocks differ in size or in the share of the heads, and in nothing else.
 
-    Layers with a sliding window are left out: of a block that is partly behind the window not
-    all tokens are sent, and a block of another size would have others of them.
+    Where a layer has a sliding window the size must be the same: what is sent begins with the block
+    that the window begins in, and blocks of another size would begin at other tokens.
     """
     ours, theirs = block_shape(decode), block_shape(prefill)
     return (
         ours != theirs
         and prefill.content_fingerprint == decode.content_fingerprint
-        and not (prefill.has_sliding_window or decode.has_sliding_window)
+        and (theirs.block_size == ours.block_size or not _has_windows(prefill, decode))
         and (_split(prefill) == _split(decode) or (_has_split(prefill) and _has_split(decode)))
         and (theirs.num_layers, theirs.head_bytes) == (ours.num_layers, ours.head_bytes)
         and theirs.bytes_per_block == prefill.bytes_per_block
@@ -92,10 +93,10 @@ def describe_difference(prefill: PeerInfo, decode: PeerInfo) -> str:
 
 
 def block_shape(worker: PeerInfo) -> BlockShape:
-    """What a worker's blocks are, if all layers are in one group and the size is what it says."""
-    heads = 2 * worker.num_layers * worker.block_size * worker.num_kv_heads
+    """What a worker's blocks are, if their size is what it says."""
+    heads = 2 * worker.layers_per_block * worker.block_size * worker.num_kv_heads
     return BlockShape(
-        num_layers=worker.num_layers,
+        num_layers=worker.layers_per_block,
         block_size=worker.block_size,
         num_heads=worker.num_kv_heads,
         head_bytes=worker.bytes_per_block // max(1, heads),
@@ -131,6 +132,10 @@ def _refuse_foreign_heads(prefill: PeerInfo, decode: PeerInfo) -> None:
         raise LinkRefusedError(
             f"no KV head in common: {_named_heads(prefill)}, {_named_heads(decode)}"
         )
+
+
+def _has_windows(prefill: PeerInfo, decode: PeerInfo) -> bool:
+    return prefill.has_sliding_window or decode.has_sliding_window
 
 
 def _split(worker: PeerInfo) -> tuple[int, int]:

@@ -33,6 +33,8 @@ class PeerInfo:
     head_dim: int
     block_size: int
     bytes_per_block: int
+    layers_per_block: int
+    """Of num_layers: each group of layers has blocks of its own."""
     has_sliding_window: bool
     """Of any layer."""
     tp_size: int
@@ -73,6 +75,7 @@ class PeerInfo:
             head_dim=layout.head_dim,
             block_size=layout.block_size,
             bytes_per_block=layout.bytes_per_block,
+            layers_per_block=layout.layers_per_block,
             has_sliding_window=layout.has_sliding_window,
             tp_size=layout.tp_size,
             tp_rank=layout.tp_rank,

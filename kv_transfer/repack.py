@@ -24,6 +24,7 @@ class BlockShape:
     """What the bytes of a block are: `[layers, 2 (K, V), tokens, heads, head_bytes]`."""
 
     num_layers: int
+    """Of a group: each has blocks of its own."""
     block_size: int
     """Tokens."""
     num_heads: int

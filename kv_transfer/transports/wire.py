@@ -393,6 +393,7 @@ def _peer(value: object) -> PeerInfo:
         head_dim=_count(found["head_dim"]),
         block_size=_count(found["block_size"]),
         bytes_per_block=_count(found["bytes_per_block"]),
+        layers_per_block=_count(found["layers_per_block"]),
         has_sliding_window=_flag(found["has_sliding_window"]),
         tp_size=_count(found["tp_size"]),
         tp_rank=_count(found["tp_rank"]),

@@ -71,6 +71,7 @@ def peer_info(
         head_dim=8,
         block_size=block_size,
         bytes_per_block=bytes_per_block,
+        layers_per_block=2,
         has_sliding_window=False,
         tp_size=1,
         tp_rank=0,

@@ -33,6 +33,8 @@ NUM_TOKENS = 37
 FIRST_BLOCK = 1
 """Of decode's: the tokens before it are a prefix hit, and not to be written to."""
 FIRST_TOKEN_MISSING = FIRST_BLOCK * OWN_SIZE
+WINDOWS = (None, 16)
+"""Of the two layers, where there is one: its first block is FIRST_BLOCK + 1."""
 OWN_LAYOUT = whole_layout(OWN_SIZE)
 SPLITS = [(1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2)]
 
@@ -125,6 +127,32 @@ async def test_every_decode_rank_gets_its_heads_of_every_token(
             readers = [reader for reader in decode if rank in reader.owners(prefill)]
             expected = {reader.key(rank).transfer_id: ["confirmed"] for reader in readers}
             await until(lambda rank=rank, expected=expected: rank.owner.ended == expected)
+
+
+@pytest.mark.parametrize(("num_prefill", "num_decode"), SPLITS)
+async def test_ranks_hand_over_what_windows_leave(started, num_prefill, num_decode):
+    """Of each group the blocks that the first output token sees: the same ones at both ends."""
+    kind, ranks = started
+    layout = whole_layout(OWN_SIZE, WINDOWS)
+    missing = missing_of(layout)
+    assert missing == (FIRST_BLOCK, FIRST_BLOCK + 1)
+    prefill = await become(ranks, num_prefill, layout)
+    async with decode_ranks(kind, layout, num_decode) as decode:
+        await offer_and_grant(prefill, decode, layout)
+        tables = [tables_of(100 + i, layout) for i in range(num_decode)]
+
+        landed = await asyncio.gather(
+            *(
+                reader.incoming(
+                    reader.owners(prefill), its, NUM_TOKENS, first_blocks=missing
+                ).pull()
+                for reader, its in zip(decode, tables, strict=True)
+            )
+        )
+
+        for reader, its, result in zip(decode, tables, landed, strict=True):
+            assert whole_sequence(reader, its, layout)
+            assert result.num_blocks == (4 + 3) * len(reader.owners(prefill))
 
 
 async def test_blocks_stay_pinned_until_the_last_rank_has_confirmed(started):

@@ -26,6 +26,7 @@ def test_equal_workers_may_exchange_blocks():
         ("num_kv_heads", 4),
         ("head_dim", 16),
         ("block_size", 8),
+        ("layers_per_block", 1),
         ("bytes_per_block", 8192),
         ("tp_size", 2),
         ("tp_rank", 1),
@@ -194,10 +195,21 @@ def test_a_rank_that_there_is_not_is_refused(rank):
         check_compatible(prefill_rank(0, 1), decode)
 
 
-def test_ranks_with_a_sliding_window_are_refused():
-    windows = {"sliding_windows": (8, 8)}
+@pytest.mark.parametrize("windows", [(8, 8), (None, 8)])
+def test_ranks_with_sliding_windows_may_link_where_their_blocks_have_one_size(windows):
+    """What a window leaves begins in the same block then, on either side."""
+    changes = {"sliding_windows": windows}
+    check_compatible(prefill_rank(1, 2, **changes), decode_rank(0, 1, **changes))
     with pytest.raises(LinkRefusedError, match=r"rank differs: 0 of 2 on .*, 0 of 1 on decode-0"):
-        check_compatible(prefill_rank(0, 2, **windows), decode_rank(0, 1, **windows))
+        check_compatible(prefill_rank(0, 2, block_size=8, **changes), decode_rank(0, 1, **changes))
+    with pytest.raises(LinkRefusedError, match=r"block size differs: 8 on .*, 4 on decode-0"):
+        check_compatible(prefill_rank(0, 1, block_size=8, **changes), decode_rank(0, 1, **changes))
+
+
+def test_ranks_whose_layers_have_other_windows_are_refused():
+    prefill = prefill_rank(0, 2, sliding_windows=(None, 8))
+    with pytest.raises(LinkRefusedError, match=r"rank differs: 0 of 2 on .*, 0 of 1 on decode-0"):
+        check_compatible(prefill, decode_rank(0, 1, sliding_windows=(None, 9)))
 
 
 def test_ranks_with_other_windows_are_refused():

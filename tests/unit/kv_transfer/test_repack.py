@@ -105,3 +105,20 @@ def test_shape_of_a_layout_is_that_of_its_blocks():
     shape = block_shape(peer)
     assert shape == BlockShape(num_layers=3, block_size=4, num_heads=2, head_bytes=10, first_head=6)
     assert shape.bytes_per_block == layout.bytes_per_block
+
+
+def test_shape_of_a_layout_with_groups_is_that_of_one_group():
+    layout = KVLayout(
+        model_digest="m",
+        dtype="float16",
+        element_bytes=2,
+        num_layers=6,
+        num_kv_heads=2,
+        head_dim=5,
+        block_size=4,
+        sliding_windows=(None, 8, 8) * 2,
+    )
+    peer = PeerInfo.of(layout, worker_id="w", incarnation="i", max_model_len=64, pool_tokens=64)
+    shape = block_shape(peer)
+    assert shape == BlockShape(num_layers=2, block_size=4, num_heads=2, head_bytes=10)
+    assert shape.bytes_per_block == layout.bytes_per_block

@@ -40,6 +40,15 @@ async def test_heads_of_two_ranks_are_joined(kind, source_size):
         assert link.has_arrived()
 
 
+async def test_of_each_group_what_its_window_leaves_is_joined(kind):
+    transport = kind.transport()
+    async with rank_link(transport, transport, sliding_windows=(None, 8)) as link:
+        assert link.first_blocks == (0, 3)
+        landed = await link.incoming().pull()
+        assert link.has_arrived()
+        assert landed.num_blocks == 2 * (6 + 3)
+
+
 async def test_transfers_at_once_share_what_scratch_there_is(kind):
     async with kv_link(
         kind.transport(), own_size=OWN_SIZE, scratch=one_lot(), num_blocks=18

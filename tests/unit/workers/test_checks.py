@@ -53,6 +53,7 @@ def peer(worker_id: str, **changes: object) -> PeerInfo:
         "fingerprint": "f" * 32,
         "content_fingerprint": "c" * 32,
         "bytes_per_block": 1,
+        "layers_per_block": 2,
         "has_sliding_window": False,
         "tp_size": 1,
         "tp_rank": 0,
