@@ -15,8 +15,8 @@ from tests.parity.subjects import Extent
 from workers.models.store import default_cache_dir
 
 _LEDGER = pytest.StashKey[Ledger]()
-_TABLE = pytest.StashKey[list[str]]()
 _OUTPUT = "equal to generate"
+"""A worker's ledger in what it hands over."""
 _FOLDER = Path(__file__).parent
 
 _SAMPLE = Extent(
@@ -38,48 +38,57 @@ _ALL = Extent(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One ledger for the session, or for the worker of pytest-xdist that compares."""
+    """One ledger for the session, and one for each worker of pytest-xdist."""
     config.stash[_LEDGER] = Ledger()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All comparisons are one worker's (`--dist loadgroup`): each model is loaded once."""
+    """All comparisons of a model are one worker's (`--dist loadgroup`): it is loaded once."""
     for item in items:
         if _FOLDER in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("parity"))
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker hands its table to the session, which prints it."""
-    output: dict[str, object] | None = getattr(session.config, "workeroutput", None)
-    ledger = session.config.stash[_LEDGER]
-    if ledger.cells:
-        session.config.stash[_TABLE] = ledger.lines()
-        if output is not None:
-            output[_OUTPUT] = ledger.lines()
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {_subject_of(item)}"))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """The table of the one worker that has any."""
-    if lines := getattr(node, "workeroutput", {}).get(_OUTPUT):
-        node.config.stash[_TABLE] = lines
+    """What a worker has compared goes into the session's ledger."""
+    if output := getattr(node, "workeroutput", {}).get(_OUTPUT):
+        node.config.stash[_LEDGER].merge(Ledger.from_json(output))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker hands its ledger over; the session fails if too many prompts differ by a tie."""
+    ledger = session.config.stash[_LEDGER]
+    output: dict[str, object] | None = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output[_OUTPUT] = ledger.to_json()
+    elif ledger.has_too_many_ties:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     """The table of models and modes, after everything else."""
-    if lines := config.stash.get(_TABLE, []):
+    ledger = config.stash[_LEDGER]
+    if ledger.prompts:
         terminalreporter.section("equal to transformers' generate")
-        for line in lines:
+        for line in ledger.lines():
             terminalreporter.write_line(line)
+
+
+def _subject_of(item: pytest.Item) -> str:
+    """What its parameters say of the model: what is a name among them, or makes one."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    names = (parameters.get(name) for name in ("tiny", "default_model", "family", "subject"))
+    return next((str(name) for name in names if name is not None), "")
 
 
 @pytest.fixture(scope="session")
 def ledger(request: pytest.FixtureRequest) -> Ledger:
     """All comparisons of this session."""
-    return request.config.stash.setdefault(_LEDGER, Ledger())
+    return request.config.stash[_LEDGER]
 
 
 @pytest.fixture(scope="session")

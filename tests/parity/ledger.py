@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from tests.parity.references import Reference
 
@@ -12,6 +13,9 @@ __all__ = ["TIE", "Cell", "Difference", "Ledger"]
 
 TIE = 1e-3
 """The reference's two likeliest logits may change places by rounding if they are closer."""
+
+TIES_ALLOWED = 0.005
+"""Of all prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,33 @@ class Ledger:
         return sum(cell.prompts for cell in self.cells.values())
 
     @property
+    def has_too_many_ties(self) -> bool:
+        """Whether the share of prompts that differ at all is beyond what rounding may do."""
+        # One in a small sample says nothing about its share.
+        return len(self.ties) > max(1, TIES_ALLOWED * self.prompts)
+
+    def merge(self, other: Ledger) -> None:
+        """Enter what another session has compared."""
+        for key, theirs in other.cells.items():
+            cell = self.cells[key]
+            cell.prompts += theirs.prompts
+            cell.tokens += theirs.tokens
+            cell.differences += theirs.differences
+
+    def to_json(self) -> str:
+        """For `from_json`, in another process."""
+        return json.dumps([[*key, asdict(cell)] for key, cell in self.cells.items()])
+
+    @classmethod
+    def from_json(cls, text: str) -> Ledger:
+        """Inverse of `to_json`."""
+        ledger = cls()
+        for subject, mode, cell in json.loads(text):
+            differences = [Difference(**found) for found in cell.pop("differences")]
+            ledger.cells[subject, mode] = Cell(**cell, differences=differences)
+        return ledger
+
+    @property
     def ties(self) -> list[Difference]:
         """Differences that rounding explains."""
         return [item for cell in self.cells.values() for item in cell.differences if item.is_tie]
@@ -93,9 +124,10 @@ class Ledger:
             found = [_summary(self.cells.get((subject, mode))) for mode in modes]
             lines.append(subject.ljust(width) + "".join(text.rjust(14) for text in found))
         tokens = sum(cell.tokens for cell in self.cells.values())
+        judgement = ": TOO MANY" if self.has_too_many_ties else ""
         lines.append(
             f"{self.prompts} prompts and {tokens} tokens compared; {len(self.ties)} prompts differ "
-            f"by a tie (the reference's logit gap is below {TIE})"
+            f"by a tie (the reference's logit gap is below {TIE}){judgement}"
         )
         return lines + [
             str(difference) for cell in self.cells.values() for difference in cell.differences

@@ -2,8 +2,8 @@
 
 Every model in every mode, in fp32. Equal means token for token; where tokens differ, the
 reference's two likeliest logits must be closer than `TIE` at the first difference. Such prompts are
-listed in the table at the end of the session, and there may be very few. By default a seeded sample
-runs; with `BATON_TEST_ALL=1` everything.
+listed in the table at the end of the session, which fails if they are more than very few. By
+default a seeded sample runs; with `BATON_TEST_ALL=1` everything.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ FAMILIES = [
     for family in SERVED
     if RUN_ALL or family in TELLING or family in random.Random(2).sample(OTHERS, 3)
 ]
-
-TIES_ALLOWED = 0.005
-"""Of all prompts."""
 
 
 async def check(mode: Mode, subject: Subject, ledger: Ledger) -> None:
@@ -77,13 +74,3 @@ def default_model(
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 async def test_default_model_gives_the_tokens_of_generate(mode, default_model, ledger):
     await check(mode, default_model, ledger)
-
-
-def test_ties_are_rare(ledger):
-    """Last, over everything above."""
-    if not ledger.prompts:
-        pytest.skip("nothing was compared in this session")
-    # One in a small sample says nothing about its share.
-    assert len(ledger.ties) <= max(1, TIES_ALLOWED * ledger.prompts), "\n".join(
-        map(str, ledger.ties)
-    )
