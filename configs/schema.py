@@ -179,10 +179,10 @@ class DecodeSettings(_Group):
     """Prompts up to this long are prefilled on decode: a hand-off would cost more than it saves."""
     placement: Literal["remote", "cost"] = "remote"
     """Longer ones: remote hands all of them over, cost those that measure cheaper so."""
-    gap_target_s: Seconds | None = 0.25
+    gap_target_s: Seconds | None = 0.2
     """While streams run, a step takes no more prompt tokens than fit this time, as measured; null:
     as many as the engine's limits allow."""
-    gather_s: Annotated[float, Field(ge=0, le=1)] = 0.0
+    gather_s: Annotated[float, Field(ge=0, le=1)] = 0.01
     """An idle worker begins when no further prompt has come for so long, or for a twentieth of the
     time that those which are there will take, as measured; at most 16 times. So one step computes
     those that come together; 0: with the first one."""
