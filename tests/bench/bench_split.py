@@ -41,6 +41,7 @@ HANG_S = 120.0
 COMMON = (
     "model.dtype=fp32",
     f"model.max_model_len={WINDOW}",
+    "decode.gather_s=0",  # prefill gathers nothing, so that only one side would wait
     "decode.engine.threads=1",
     f"decode.engine.pool_tokens={2 * WINDOW}",
 )
