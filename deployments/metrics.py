@@ -161,7 +161,7 @@ _WORKERS = (
     ),
     _counter(
         "baton_transfer_lost_seconds_total",
-        "Time that failed transfers took, to their fence, by outcome.",
+        "Time that failed transfers took to their end, by outcome.",
         "outcome",
     ),
     _gauge(

@@ -51,6 +51,9 @@ class Landing(Protocol):
     def fenced(self) -> None:
         """The transport's fence has passed: it writes no more, wherever it was told to."""
 
+    def unfenced(self) -> None:
+        """The transport has broken its fence: what it was told to write to is lost."""
+
 
 class InPlace:
     """Blocks of our own shape: a transport puts them where they belong."""
@@ -70,6 +73,9 @@ class InPlace:
 
     def fenced(self) -> None:
         """The places go back with the transfer's end, which comes after."""
+
+    def unfenced(self) -> None:
+        """Nor do the places go back: a transfer that ends so is not quiesced."""
 
 
 class Repacked:
@@ -140,6 +146,12 @@ class Repacked:
         lot, self._lot = self._lot, ()
         if lot:
             self.memory.give_back(lot)
+
+    def unfenced(self) -> None:
+        """Nobody gets the scratch blocks again."""
+        lot, self._lot = self._lot, ()
+        if lot:
+            self.memory.lose()
 
 
 def copy_box(

@@ -171,6 +171,10 @@ class Pull:
 
     async def _close(self) -> None:
         self.is_ending = True
-        if self._session is not None:
-            await self._session.close()
-        self._order.landing.fenced()  # unless it was broken, which raises
+        try:
+            if self._session is not None:
+                await self._session.close()
+        except BaseException:
+            self._order.landing.unfenced()
+            raise
+        self._order.landing.fenced()

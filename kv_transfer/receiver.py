@@ -206,6 +206,9 @@ class KVReceiver:
 
     async def close(self) -> None:
         """Abort every transfer, wait for its fence, end the thread; safe to repeat."""
+        if self._thread.is_hung:
+            logger.error("transfer thread hangs, and is left behind")
+            return
         if self._thread.is_running:
             await self._thread.run(self._shut_down())
         await self._thread.stop()

@@ -37,7 +37,8 @@ OUTCOMES: Mapping[type[BaseException], str] = MappingProxyType(
         asyncio.CancelledError: "cancelled",
     }
 )
-"""How a failed pull is counted; a landed one is `landed`, any other failure `internal`."""
+"""How a failed pull is counted; a landed one is `landed`, one whose fence did not pass is
+`fence_broken`, any other failure `internal`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ class ReceiverStats:
     bytes_discarded: Mapping[str, int]
     """Landed in transfers that failed; by transport, as `bytes_published`."""
     seconds_lost: Mapping[str, float]
-    """From the beginning of failed transfers to their fence, by outcome."""
+    """From the beginning of failed transfers to their end, by outcome."""
     digests_checked: int
     """Blocks that landed and were verified, those of failed transfers included."""
     fetch: DurationCounts
@@ -76,6 +77,10 @@ class Effort(Protocol):
     @property
     def spent_s(self) -> float:
         """Seconds since it began."""
+
+    @property
+    def is_quiesced(self) -> bool:
+        """Whether no byte lands any more."""
 
 
 class Ledger:
@@ -103,6 +108,8 @@ class Ledger:
         self._digests_checked += effort.blocks_landed
         if error is not None:
             outcome = OUTCOMES.get(type(error), "internal")
+            if not effort.is_quiesced:
+                outcome = "fence_broken"
             self._by_outcome[outcome] += 1
             self._seconds_lost[outcome] += effort.spent_s
             _add(self._bytes_discarded, effort.moved)

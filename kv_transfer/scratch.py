@@ -12,6 +12,7 @@ Arenas are made on the worker's loop; what is free in them belongs to the transf
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 import numpy as np
 
@@ -46,15 +47,17 @@ class ScratchArena:
         # Side by side, as NIXL registers them; zeros that nothing is written to take no memory.
         self._bytes = np.zeros(self.num_blocks * bytes_per_block, np.uint8).data
         # The lot that came back last is lent first: its memory is there already.
-        self._free: asyncio.LifoQueue[Lot] = asyncio.LifoQueue()
-        for start in reversed(range(0, self.num_blocks, blocks_per_lot)):
-            lot = range(start, start + blocks_per_lot)
-            self._free.put_nowait(tuple(map(BlockId, lot)))
+        self._free: list[Lot] = [
+            tuple(map(BlockId, range(start, start + blocks_per_lot)))
+            for start in reversed(range(0, self.num_blocks, blocks_per_lot))
+        ]
+        self._num_left = num_lots
+        self._waiting: deque[asyncio.Future[Lot]] = deque()
 
     @property
     def free_lots(self) -> int:
         """Those that could be lent now."""
-        return self._free.qsize()
+        return len(self._free)
 
     def block(self, block_id: BlockId) -> memoryview:
         """See `BlockMemory.block`."""
@@ -62,12 +65,40 @@ class ScratchArena:
         return self._bytes[start : start + self.bytes_per_block]
 
     async def borrow(self) -> Lot:
-        """A lot for one transfer alone; waits while there is none. `give_back` is its only end."""
-        return await self._free.get()
+        """A lot for one transfer alone, in the order of coming; waits while there is none.
+
+        `give_back` or `lose` is its end. `LinkRefusedError` if every lot is lost.
+        """
+        if self._num_left == 0:
+            raise _nothing_left()
+        if self._free:
+            return self._free.pop()
+        waiting: asyncio.Future[Lot] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
+                self.give_back(waiting.result())  # it was given, and never taken
+            raise
 
     def give_back(self, lot: Lot) -> None:
         """Its transfer's fence has passed; once for each time that it was lent."""
-        self._free.put_nowait(lot)
+        while self._waiting:
+            oldest = self._waiting.popleft()
+            if not oldest.done():
+                oldest.set_result(lot)
+                return
+        self._free.append(lot)
+
+    def lose(self) -> None:
+        """The fence of one that was lent is broken: nobody may have it again."""
+        self._num_left -= 1
+        if self._num_left == 0:
+            for waiting in self._waiting:
+                if not waiting.done():
+                    waiting.set_exception(_nothing_left())
+            self._waiting.clear()
 
 
 class ScratchArenas:
@@ -112,3 +143,7 @@ class ScratchArenas:
             num_lots=self._arena_bytes // (blocks_per_lot * bytes_per_block),
             blocks_per_lot=blocks_per_lot,
         )
+
+
+def _nothing_left() -> LinkRefusedError:
+    return LinkRefusedError("nothing can be repacked: the fence of all scratch blocks is broken")

@@ -148,7 +148,8 @@ class DecodeWorker:
     async def stop(self) -> None:
         """Fail what is left and take nothing more; returns after every fence. Safe to repeat."""
         await self._engine.stop()  # ends every sequence, and with it every hand-off
-        await asyncio.gather(*self._drivers, return_exceptions=True)
+        if self._receiver is None or self._receiver.healthy:  # else nothing ends them
+            await asyncio.gather(*self._drivers, return_exceptions=True)
         if self._beating is not None:
             self._beating.cancel()
         if self._receiver is not None:
@@ -239,7 +240,7 @@ class DecodeWorker:
         """What may bring a prompt home; None if it is computed here whatever is found of it."""
         if self._handoffs is None:
             call.reason = Reason.ALONE
-        elif self._handoffs.is_resting:
+        elif self._handoffs.is_resting or not self.healthy:
             call.reason = Reason.RESTING
         elif len(call.token_ids) <= self._config.local_prefill_tokens:
             call.reason = Reason.SHORT

@@ -43,7 +43,7 @@ class Reason(Enum):
     ALONE = "alone"
     """There is no prefill pool."""
     RESTING = "resting"
-    """The prefill pool did not answer lately."""
+    """The prefill pool did not answer lately, or nothing of it can be fetched."""
     SHORT = "short"
     """No more than the floor is missing."""
     CHEAPER = "cheaper"

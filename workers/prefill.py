@@ -184,7 +184,7 @@ class PrefillWorker:
 
     def _open(self, key: TransferKey, request: PrefillRequest) -> _Job:
         """Start the lease and queue the prompt; on failure neither is left behind."""
-        if self._is_stopping:
+        if self._is_stopping or not self.healthy:
             raise WorkerStoppingError("the prefill worker is stopping")
         num_prompt_tokens = len(request.prompt_token_ids)
         first_blocks = tuple(

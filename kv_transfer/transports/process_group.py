@@ -8,6 +8,7 @@ is under way there, `close` ends it and is the fence.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import threading
 from collections import deque
@@ -122,14 +123,18 @@ class PairGroup:
         if not self._is_closing:
             self._is_closing = True
             loop = asyncio.get_running_loop()
-            # A daemon, so that an abort that hangs keeps no process from its end.
             threading.Thread(
                 target=self._close, args=(loop,), name="kv-pair-close", daemon=True
             ).start()
         await asyncio.wait([self._closed], timeout=_ABORT_S)
-        failure = self._closed.result() if self._closed.done() else f"{_ABORT_S:g} s have passed"
-        if failure is not None:
+        self._end(f"{_ABORT_S:g} s have passed")  # whoever waits for a call of this group goes on
+        if (failure := self._closed.result()) is not None:
             raise RuntimeError(f"INV-FENCE: a process group was not aborted: {failure}")
+
+    def _end(self, failure: str | None) -> None:
+        """How the abort ended, by the first word of it."""
+        if not self._closed.done():
+            self._closed.set_result(failure)
 
     async def _run(self, call: Callable[[], None]) -> None:
         if self._is_closing:
@@ -233,7 +238,8 @@ class PairGroup:
             # that was half way, and cannot be told to stop. Its own deadline ends it; unless the
             # abort failed it can write nothing.
             self._executor.shutdown(wait=False)
-            loop.call_soon_threadsafe(self._closed.set_result, failure)
+            with contextlib.suppress(RuntimeError):  # given up, and the loop has ended since
+                loop.call_soon_threadsafe(self._end, failure)
 
     def _abort(self, group: PointToPoint) -> str | None:
         """What that failed with, if it did."""

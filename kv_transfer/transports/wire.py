@@ -40,7 +40,7 @@ from kv_transfer.transport import (
 )
 
 MAGIC = b"BtKV"
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 MAX_HELLO_BYTES = 8 * 1024
 """Bound for a peer that has not said who it is."""
 MAX_CONTROL_BYTES = 4 * 1024 * 1024

@@ -17,7 +17,6 @@ from workers.models.store import default_cache_dir
 _LEDGER = pytest.StashKey[Ledger]()
 _OUTPUT = "equal to generate"
 """A worker's ledger in what it hands over."""
-_FOLDER = Path(__file__).parent
 
 _SAMPLE = Extent(
     name="sample",
@@ -42,14 +41,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_LEDGER] = Ledger()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All comparisons of a model are one worker's (`--dist loadgroup`): it is loaded once."""
-    for item in items:
-        if _FOLDER in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {_subject_of(item)}"))
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """What a worker has compared goes into the session's ledger."""
@@ -63,7 +54,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     output: dict[str, object] | None = getattr(session.config, "workeroutput", None)
     if output is not None:
         output[_OUTPUT] = ledger.to_json()
-    elif ledger.has_too_many_ties:
+    elif ledger.has_too_many_ties and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -76,13 +67,6 @@ def pytest_terminal_summary(
         terminalreporter.section("equal to transformers' generate")
         for line in ledger.lines():
             terminalreporter.write_line(line)
-
-
-def _subject_of(item: pytest.Item) -> str:
-    """What its parameters say of the model: what is a name among them, or makes one."""
-    parameters = getattr(getattr(item, "callspec", None), "params", {})
-    names = (parameters.get(name) for name in ("tiny", "default_model", "family", "subject"))
-    return next((str(name) for name in names if name is not None), "")
 
 
 @pytest.fixture(scope="session")

@@ -34,12 +34,9 @@ EventSink = Callable[[Event], None]
 _CHECK_INTERVAL_S = 1.0
 """Between two self-checks of an idle engine: a check costs about a microsecond per ten blocks."""
 
-_MAX_GATHERINGS = 16
-"""Times that an idle engine waits for one more prompt: not for ever where they never cease."""
-
 _GATHER_SHARE = 0.05
-"""Of the time that the prompts which are there will take, as measured: what a wait for one more may
-cost them. Where prompts take little, as on a GPU, so does the wait."""
+"""Of the time that the prompts which are there will take, as measured: what waiting for more may
+cost them in all. Where prompts take little, as on a GPU, so does the wait."""
 
 _MAX_CONSECUTIVE_FAILURES = 2
 """Failed steps in a row after which the runner is taken for broken rather than the step."""
@@ -334,14 +331,17 @@ class Engine:
         Else the first of them streams beside the prompts of the others, and whoever follows it is
         computed beside their last tokens.
         """
-        gathered = 0
-        for _ in range(_MAX_GATHERINGS if self._gather_s else 0):
+        gathered, waited_s = 0, 0.0
+        while self._gather_s and not self._is_stopping:
             load = self._scheduler.load()
-            if load.num_streams or load.queued_tokens <= gathered or self._is_stopping:
+            has_enough = load.queued_tokens >= self._scheduler.config.step_tokens
+            if load.num_streams or has_enough or load.queued_tokens <= gathered:
                 return
             gathered = load.queued_tokens
-            prompts_s = gathered * (load.prompt_token_s or 0.0)
-            await asyncio.sleep(min(self._gather_s, _GATHER_SHARE * prompts_s))
+            worth_s = _GATHER_SHARE * gathered * (load.prompt_token_s or 0.0)
+            wait_s = max(0.0, min(self._gather_s, worth_s - waited_s))
+            await asyncio.sleep(wait_s)
+            waited_s += wait_s
 
     async def _step(self, plan: StepPlan) -> None:
         """Run one step in the thread and take in what it gave."""

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from workers.engine.step import StepPlan
 from workers.fading import FadingLine, FadingRatio
 
-__all__ = ["Load", "StepPace"]
+__all__ = ["FEW_TOKENS", "Load", "StepPace"]
 
 _HALF_LIFE_TOKENS = 2048.0
 """Of what is known about prompt tokens: a few chunks, so that a busy host shows within a prompt."""
 
-_FIRST_TOKENS = 64
-"""As many as nearly every host computes within a target."""
+FEW_TOKENS = 64
+"""Of a prompt: as many as nearly every host computes within a target, and enough that reading the
+weights for them alone does not cost several times what they do."""
 
 _HALF_LIFE_STEPS = 32.0
 """Of what is known about steps of streams alone: a second or two of decoding."""
@@ -50,16 +51,14 @@ class StepPace:
         """Seconds of a step of so many streams, for none its fixed part; 0 before any was seen."""
         return self._streams.at(num_streams) or 0.0
 
-    def prompt_tokens_within(self, seconds: float, num_streams: int) -> int | None:
-        """Prompt tokens that fit a step of so many streams in that time; None if any number does.
+    def prompt_tokens_within(self, seconds: float, num_streams: int) -> int:
+        """Prompt tokens that fit a step of so many streams in that time.
 
-        Before the first step with a prompt, few: they tell how many fit the next one.
+        Where nobody knows what they cost, few: they tell how many fit the next step.
         """
         token_s = self.prompt_token_s
-        if token_s is None:
-            return _FIRST_TOKENS
-        if token_s == 0:
-            return None
+        if not token_s:
+            return FEW_TOKENS
         return max(0, int((seconds - self.streams_s(num_streams)) / token_s))
 
 

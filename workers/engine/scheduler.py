@@ -25,7 +25,7 @@ from workers.engine.block_pool import BlockPool
 from workers.engine.block_table import ONE_FULL_GROUP
 from workers.engine.events import Event, SequenceAborted, SequenceReleased
 from workers.engine.holdings import Holdings
-from workers.engine.pace import Load, StepPace
+from workers.engine.pace import FEW_TOKENS, Load, StepPace
 from workers.engine.prefix_cache import PrefixScope
 from workers.engine.progress import Progress
 from workers.engine.roster import Roster
@@ -318,17 +318,25 @@ class Scheduler:
         target_s = self._config.target_s(num_streams)
         if target_s is None:
             return budget
+        block_size = self.pool.block_size
         fitting = self._pace.prompt_tokens_within(target_s, num_streams)
-        # A block at least: a prompt that waits for streams to end might wait for ever.
-        return budget if fitting is None else min(budget, max(fitting, self.pool.block_size))
+        # A block at least: a prompt that waits for streams to end might wait for ever. Where
+        # nobody waits for a token, some more: in steps that are too small for their fixed part a
+        # token costs more, so that still fewer would fit the next one.
+        least = block_size if num_streams else max(block_size, FEW_TOKENS)
+        # Whole blocks: fewer lengths of steps, and rows of products, than there are clock readings.
+        return min(budget, max(fitting - fitting % block_size, least))
 
     def _prompt_chunks(self, num_streams: int) -> Iterator[ScheduledSequence]:
         """A chunk of each prompt in turn, up to the step's budget, scored ones up to their own."""
         room = self._config.step_tokens - num_streams
         budget, scored_budget = self._prompt_budget(num_streams), self._config.scored_tokens
+        is_oldest = True
         for sequence in self._roster.prefilling:
             is_scored = sequence.spec.sampling.prompt_logprobs is not None
             limit = self._scored_cell(sequence, scored_budget) if is_scored else budget
+            if is_scored and limit > min(budget, room) and not is_oldest:
+                continue  # a whole cell or nothing
             max_tokens = min(limit, room, self._config.prefill_chunk_tokens)
             if max_tokens <= 0:
                 continue
@@ -338,6 +346,7 @@ class Scheduler:
             room -= len(chunk.token_ids)
             budget -= len(chunk.token_ids)
             scored_budget -= len(chunk.token_ids) if is_scored else 0
+            is_oldest = False
             yield chunk
 
     def _scored_cell(self, sequence: Sequence, budget: int) -> int:

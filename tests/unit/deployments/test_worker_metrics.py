@@ -6,11 +6,14 @@ import pytest
 
 from deployments.worker_metrics import decode_samples, prefill_samples
 from tests.fakes.stream_kinds import STREAM_KINDS
+from tests.fakes.transport import Fault, FaultKind, FaultyTransport
 from tests.fakes.worker_rig import FAKE_LAYOUT, Client, fake_model, generate_request, worker_rig
 from workers.engine.sampling_params import SamplingParams
 from workers.runner_choice import RunnerChoice
 
 PROMPT = range(100, 110)
+AFTER_A_BLOCK = 2
+"""The piece that comes after the first grant and its block."""
 
 
 def values(samples, name):
@@ -69,3 +72,17 @@ async def test_each_worker_shows_how_it_runs_its_model_and_why():
         assert values(samples, "baton_runner_info") == {
             (("cause", "own_differs"), ("tier", "stock")): 1
         }
+
+
+async def test_what_failed_transfers_cost_is_shown_by_transport_and_outcome():
+    async with worker_rig(transport=FaultyTransport(Fault(FaultKind.DIE, AFTER_A_BLOCK))) as rig:
+        request = generate_request(PROMPT, SamplingParams(max_tokens=2))
+        await Client(rig, request).finished()
+        await rig.settled()
+        samples = decode_samples(rig.decode)
+
+    discarded = values(samples, "baton_transfer_discarded_bytes_total")
+    lost = values(samples, "baton_transfer_lost_seconds_total")
+    assert discarded[(("transport", "faulty"),)] >= FAKE_LAYOUT.bytes_per_block
+    assert lost.keys() == {(("outcome", "peer_lost"),)}
+    assert all(seconds > 0 for seconds in lost.values())

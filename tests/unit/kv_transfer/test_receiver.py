@@ -339,7 +339,7 @@ async def test_a_broken_fence_is_told_to_who_waits_for_it():
             await transfer.pull()
         with pytest.raises(OSError, match="cannot tell"):
             await transfer.wait_quiesced()
-        assert outcomes(link) == {"internal": 1}
+        assert outcomes(link) == {"fence_broken": 1}
 
 
 async def test_no_common_transport_is_refused_with_both_lists():

@@ -45,6 +45,41 @@ async def test_who_finds_no_lot_waits_for_one_in_the_order_of_coming():
     assert await second == lot
 
 
+async def test_who_comes_later_does_not_pass_who_waits():
+    arena = ScratchArena(8, num_lots=1, blocks_per_lot=2)
+    lot = await arena.borrow()
+    waiting = asyncio.create_task(arena.borrow())
+    await turn()
+    arena.give_back(lot)
+    later = asyncio.create_task(arena.borrow())
+    assert await waiting == lot
+    assert not later.done()
+    later.cancel()
+    await asyncio.gather(later, return_exceptions=True)
+    arena.give_back(lot)
+    assert arena.free_lots == 1
+
+
+async def test_when_the_last_lot_is_lost_nobody_waits_for_one():
+    arena = ScratchArena(8, num_lots=2, blocks_per_lot=2)
+    first, second = [await arena.borrow() for _ in range(2)]
+    waiting = [asyncio.create_task(arena.borrow()) for _ in range(2)]
+    await turn()
+    arena.lose()  # first
+    await turn()
+    assert not any(task.done() for task in waiting)
+    waiting[0].cancel()
+    await turn()
+
+    arena.lose()
+
+    with pytest.raises(LinkRefusedError, match="fence of all scratch blocks is broken"):
+        await waiting[1]
+    with pytest.raises(LinkRefusedError, match="fence of all scratch blocks is broken"):
+        await arena.borrow()
+    assert {first, second} == {(0, 1), (2, 3)}
+
+
 async def test_who_gives_up_waiting_takes_no_lot_along():
     arena = ScratchArena(8, num_lots=1, blocks_per_lot=2)
     lot = await arena.borrow()

@@ -153,27 +153,39 @@ async def test_a_group_whose_abort_fails_says_that_it_is_no_fence():
         await group.send([])
 
 
-async def test_a_group_whose_abort_hangs_says_after_a_while_that_it_is_no_fence(monkeypatch):
-    """As NCCL's may, which waits for the GPU."""
+async def test_a_group_whose_abort_hangs_is_no_fence_and_holds_nobody_up(monkeypatch):
+    """As NCCL's may, which waits for the GPU, and then so does a message that is under way."""
     monkeypatch.setattr(process_group, "_ABORT_S", 0.05)
-    hanging = threading.Event()
+    hanging, begun, aborted = threading.Event(), threading.Event(), threading.Event()
 
     class Hanging(CountingBackend):
         def make(self, store, rank):
-            return object()
+            return SimpleNamespace(recv=lambda *message: None)
+
+        def finish(self, work, timeout):
+            begun.set()
+            hanging.wait()
 
         def abort(self, group, peer):
             hanging.wait()
+            aborted.set()
 
-    group = PairGroup(Hanging(), OWNER_RANK)
+    group = PairGroup(Hanging(), RECEIVER_RANK)
     await group.make(MirroredStore(lambda key, value: None, 60.0))
-    with pytest.raises(RuntimeError, match=r"INV-FENCE.*0.05 s have passed"):
-        await group.close()
+    blocks = blocks_of(ByteMemory(1, MIB))
+    receiving = asyncio.create_task(group.receive(blocks, lambda *counts: None))
+    await asyncio.to_thread(begun.wait)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"INV-FENCE.*0.05 s have passed"):
+            await group.close()
+    with pytest.raises(PeerLostError, match="closed"):
+        await receiving
 
     hanging.set()
 
-    await until(lambda: group._closed.done())
-    await group.close()
+    await until(aborted.is_set)
+    with pytest.raises(RuntimeError, match="INV-FENCE"):
+        await group.close()  # what was told once stays so: nothing of it was reused meanwhile
 
 
 async def test_a_group_that_the_peer_does_not_make_ends_with_its_store():

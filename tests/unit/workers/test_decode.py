@@ -11,6 +11,7 @@ import pytest
 
 from kv_transfer import transfer_thread
 from tests.fakes.model_runner import generate
+from tests.fakes.prefill_call import prefill_request
 from tests.fakes.until import until
 from tests.fakes.worker_rig import Client, RigConfig, Side, worker_rig
 from tests.unit.workers.decode_requests import (
@@ -29,6 +30,7 @@ from workers.messages import (
     FailureCode,
     FinishReason,
     Heartbeat,
+    PrefillRefused,
     WorkerEvent,
 )
 
@@ -206,7 +208,7 @@ async def test_request_in_a_step_that_hangs_shows_no_signs_of_life():
         rig.side.runner.let_go()
 
 
-async def test_workers_whose_transfer_thread_hangs_are_to_be_replaced(monkeypatch):
+async def test_workers_whose_transfer_thread_hangs_take_nothing_more_and_can_stop(monkeypatch):
     monkeypatch.setattr(transfer_thread, "MAX_TURN_S", 0.01)
     going_on = threading.Event()
     async with worker_rig() as rig:
@@ -217,9 +219,19 @@ async def test_workers_whose_transfer_thread_hangs_are_to_be_replaced(monkeypatc
             thread.post(going_on.wait)
 
         await until(lambda: not rig.decode.healthy and not prefill.healthy)
+
         assert not rig.decode.load().takes_requests
+        end = await assert_served(Client(rig, request_of()))  # one that was on its way
+        assert end.prefilled_by == "decode-0"
+        assert reasons(rig) == {"local resting": 1}
+        (refused,) = [event async for event in prefill.prefill(prefill_request())]
+        assert isinstance(refused, PrefillRefused)
+        async with asyncio.timeout(10.0):
+            await prefill.stop()
+            await rig.decode.stop()
 
         going_on.set()
+        await until(lambda: rig.decode._receiver.healthy and prefill._sender.healthy)
 
 
 # -- refusals -------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fakes.scheduling import BLOCK_SIZE, make_scheduler, make_spec, must_plan, rows, step
-from workers.engine.pace import StepPace
+from workers.engine.pace import FEW_TOKENS, StepPace
 from workers.engine.sequence import SequenceMode
 from workers.engine.step import ScheduledSequence, SequenceId, StepPlan
 
@@ -29,7 +29,7 @@ def test_nothing_is_known_before_the_first_step():
     pace = StepPace()
     assert pace.prompt_token_s is None
     assert pace.streams_s(3) == 0.0
-    assert pace.prompt_tokens_within(1.0, 3) == 64, "few enough to be measured in time anywhere"
+    assert pace.prompt_tokens_within(1.0, 3) == FEW_TOKENS
 
 
 def test_prompt_alone_costs_what_its_step_took():
@@ -61,7 +61,7 @@ def test_step_that_was_quicker_than_its_streams_alone_adds_nothing():
     pace.observe(plan_of(streams=2), 5.0)
     pace.observe(plan_of(streams=2, prompt=10), 1.0)
     assert pace.prompt_token_s == 0.0
-    assert pace.prompt_tokens_within(9.0, 2) is None, "no bound follows from a cost of nothing"
+    assert pace.prompt_tokens_within(9.0, 2) == FEW_TOKENS, "nothing costs nothing"
 
 
 def test_tokens_within_a_time_are_those_that_the_streams_leave_room_for():
@@ -93,7 +93,7 @@ def streaming(gap_target_s: float | None, step_target_s: float | None = None):
 
 @pytest.mark.parametrize(
     ("gap_target_s", "expected"),
-    [(None, 15), (1.25, 7), (99.0, 15), (0.1, BLOCK_SIZE)],
+    [(None, 15), (1.35, 8), (99.0, 15), (0.1, BLOCK_SIZE)],
     ids=["no target", "bounded", "roomy", "a block at least"],
 )
 def test_prompt_tokens_beside_streams_fit_the_gap_target(gap_target_s, expected):
@@ -111,21 +111,28 @@ def test_no_stream_no_gap():
 
 @pytest.mark.parametrize(
     ("step_target_s", "expected"),
-    [(None, 8), (0.65, 6), (99.0, 8), (0.1, BLOCK_SIZE)],
-    ids=["no target", "bounded", "roomy", "a block at least"],
+    [(None, 200), (9.1, 88), (99.0, 200), (0.1, FEW_TOKENS)],
+    ids=["no target", "whole blocks", "roomy", "some at least"],
 )
 def test_prompt_tokens_without_streams_fit_the_step_target(step_target_s, expected):
-    scheduler = make_scheduler(step_tokens=8, prefill_chunk_tokens=8, step_target_s=step_target_s)
-    scheduler.submit(make_spec(prompt=24), 0.0)
-    scheduler.pace.observe(step(scheduler), 0.8)
+    scheduler = make_scheduler(
+        step_tokens=200,
+        prefill_chunk_tokens=200,
+        step_target_s=step_target_s,
+        max_model_len=512,
+        num_blocks=128,
+    )
+    scheduler.submit(make_spec(prompt=400), 0.0)
+    plan = step(scheduler)
+    scheduler.pace.observe(plan, 0.1 * plan.num_tokens)
     assert scheduler.load().step_tokens == expected
-    assert rows(scheduler) == [(0, 8, expected)]
+    assert rows(scheduler) == [(0, plan.num_tokens, expected)]
 
 
-@pytest.mark.parametrize(("step_target_s", "gap_target_s"), [(1.25, 99.0), (99.0, 1.25)])
+@pytest.mark.parametrize(("step_target_s", "gap_target_s"), [(1.35, 99.0), (99.0, 1.35)])
 def test_of_two_targets_the_shorter_one_counts_beside_streams(step_target_s, gap_target_s):
     scheduler = streaming(gap_target_s, step_target_s)
-    assert rows(scheduler) == [(0, 11, 1), (1, 0, 7)]
+    assert rows(scheduler) == [(0, 11, 1), (1, 0, 8)]
 
 
 @pytest.mark.parametrize("targets", [{"gap_target_s": 0.1}, {"step_target_s": 0.1}])
@@ -135,7 +142,7 @@ def test_first_prompt_shows_how_many_tokens_fit(targets):
     scheduler.submit(make_spec(0, mode=SequenceMode.AWAIT_KV), 0.0)
     scheduler.publish(SequenceId(0), 100)
     scheduler.submit(make_spec(1, prompt=200), 0.0)
-    assert rows(scheduler) == [(0, 4, 1), (1, 0, 64)]
+    assert rows(scheduler) == [(0, 4, 1), (1, 0, FEW_TOKENS)]
 
 
 @pytest.mark.parametrize("name", ["step_target_s", "gap_target_s"])
@@ -165,6 +172,6 @@ def test_load_counts_the_prompt_tokens_that_are_still_to_be_computed_here():
 
 
 def test_load_shows_the_streams_and_the_pace():
-    load = streaming(1.25).load()
-    assert (load.num_streams, load.streams_s, load.step_tokens) == (1, 0.5, 7)
+    load = streaming(1.35).load()
+    assert (load.num_streams, load.streams_s, load.step_tokens) == (1, 0.5, 8)
     assert load.prompt_token_s == pytest.approx(0.1)

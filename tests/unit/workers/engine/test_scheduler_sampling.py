@@ -178,6 +178,20 @@ def test_a_scored_prompt_waits_while_others_use_up_the_budget():
     assert [entry.sequence_id for entry in step(scheduler).sequences] == [0, 2]
 
 
+def test_a_scored_prompt_beside_others_waits_rather_than_make_the_step_too_long():
+    scheduler = make_scheduler(
+        num_blocks=32, step_tokens=80, prefill_chunk_tokens=80, scored_tokens=16, step_target_s=0.8
+    )
+    scheduler.submit(spec(0, range(20)), 0.0)
+    scheduler.submit(spec(1, range(20), prompt_logprobs=0), 0.0)
+    lengths = []
+    for _ in range(3):
+        plan = step(scheduler)
+        scheduler.pace.observe(plan, 0.0125 * plan.num_tokens)
+        lengths.append([(each.sequence_id, len(each.token_ids)) for each in plan.sequences])
+    assert lengths == [[(0, 20), (1, 16)], [(0, 1), (1, 4)], [(0, 1), (1, 1)]]
+
+
 def test_a_budget_for_scored_prompts_must_be_positive():
     with pytest.raises(ValueError, match="at least 1"):
         SchedulerConfig(
