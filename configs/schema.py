@@ -137,8 +137,8 @@ class EngineSettings(_Group):
     prefill_chunk_tokens: Count = 256
     """Prompt tokens of one sequence in one step at most."""
     step_target_s: Seconds | None = 0.5
-    """A step takes no more prompt tokens than fit this time, as measured: what a request held is
-    free when its step is over; null: as many as the two above allow."""
+    """A step takes no more prompt tokens than fit this time, as measured, but 64 at least: what a
+    request held is free when its step is over. null: as many as the two above allow."""
     threads: Count | None = None
     """Of the forward pass; null: those cores of the host that other workers do not compute on."""
     gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0

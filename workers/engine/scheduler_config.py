@@ -31,11 +31,11 @@ class SchedulerConfig:
     aging_s: float = 10.0
     """Seconds of waiting that are worth one level of priority."""
     step_target_s: float | None = None
-    """A step takes no more prompt tokens than fit this time, as measured, but a block of them at
-    least: nothing of a sequence that ends can be given back before its step. None: as many as the
-    other limits allow."""
+    """A step takes no more prompt tokens than fit this time, as measured, but a few at least:
+    nothing of a sequence that ends can be given back before its step. None: as many as the other
+    limits allow."""
     gap_target_s: float | None = None
-    """The same for steps in which sequences decode."""
+    """While sequences decode, no more than fit this time either, but a block at least."""
 
     def __post_init__(self) -> None:
         sizes = (
