@@ -179,12 +179,12 @@ class DecodeSettings(_Group):
     """Prompts up to this long are prefilled on decode: a hand-off would cost more than it saves."""
     placement: Literal["remote", "cost"] = "remote"
     """Longer ones: remote hands all of them over, cost those that measure cheaper so."""
-    gap_target_s: Seconds | None = 0.2
+    gap_target_s: Seconds | None = 0.18
     """While streams run, a step takes no more prompt tokens than fit this time, as measured; null:
     as many as the engine's limits allow."""
     gather_s: Annotated[float, Field(ge=0, le=1)] = 0.01
     """An idle worker begins when no further prompt has come for so long, or when it has waited a
-    twentieth of the time that those which are there will take, as measured. So one step computes
+    tenth of the time that those which are there will take, as measured. So one step computes
     those that come together; 0: with the first one."""
     silence_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
     """A decode worker that gives no sign of life for so long loses its requests to another one."""

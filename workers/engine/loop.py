@@ -34,7 +34,7 @@ EventSink = Callable[[Event], None]
 _CHECK_INTERVAL_S = 1.0
 """Between two self-checks of an idle engine: a check costs about a microsecond per ten blocks."""
 
-_GATHER_SHARE = 0.05
+_GATHER_SHARE = 0.1
 """Of the time that the prompts which are there will take, as measured: what waiting for more may
 cost them in all. Where prompts take little, as on a GPU, so does the wait."""
 
