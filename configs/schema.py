@@ -132,11 +132,11 @@ class EngineSettings(_Group):
     """Bytes that the pool takes at most, e.g. 2GiB; with neither, the window decides."""
     max_sequences: Count = 64
     """Sequences that run in one step at most."""
-    step_tokens: Count = 512
+    step_tokens: Count = 1024
     """Tokens that one step computes at most."""
     prefill_chunk_tokens: Count = 256
     """Prompt tokens of one sequence in one step at most."""
-    step_target_s: Seconds | None = 0.5
+    step_target_s: Seconds | None = 0.7
     """A step takes no more prompt tokens than fit this time, as measured, but 64 at least: what a
     request held is free when its step is over. null: as many as the two above allow."""
     threads: Count | None = None
