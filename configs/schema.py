@@ -179,7 +179,7 @@ class DecodeSettings(_Group):
     """Prompts up to this long are prefilled on decode: a hand-off would cost more than it saves."""
     placement: Literal["remote", "cost"] = "remote"
     """Longer ones: remote hands all of them over, cost those that measure cheaper so."""
-    gap_target_s: Seconds | None = 0.18
+    gap_target_s: Seconds | None = 0.15
     """While streams run, a step takes no more prompt tokens than fit this time, as measured; null:
     as many as the engine's limits allow."""
     gather_s: Annotated[float, Field(ge=0, le=1)] = 0.01
