@@ -336,7 +336,7 @@ class Scheduler:
             is_scored = sequence.spec.sampling.prompt_logprobs is not None
             limit = self._scored_cell(sequence, scored_budget) if is_scored else budget
             if is_scored and limit > min(budget, room) and not is_oldest:
-                continue  # a whole cell or nothing
+                return  # a whole cell or nothing, and nobody younger in its place
             max_tokens = min(limit, room, self._config.prefill_chunk_tokens)
             if max_tokens <= 0:
                 continue

@@ -131,7 +131,7 @@ async def test_a_fence_that_one_source_breaks_is_told_before_all_else(dying):
             await pulling
         with pytest.raises(OSError, match="cannot tell"):
             await transfer.wait_quiesced()
-        assert link.receiver.stats().by_outcome == {"internal": 1}
+        assert link.receiver.stats().by_outcome == {"fence_broken": 1}
 
 
 async def test_a_fence_that_breaks_after_the_confirm_is_told_too():

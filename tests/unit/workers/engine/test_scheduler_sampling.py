@@ -178,18 +178,27 @@ def test_a_scored_prompt_waits_while_others_use_up_the_budget():
     assert [entry.sequence_id for entry in step(scheduler).sequences] == [0, 2]
 
 
-def test_a_scored_prompt_beside_others_waits_rather_than_make_the_step_too_long():
+def test_a_scored_prompt_waits_rather_than_make_a_step_too_long_and_nobody_passes_it():
     scheduler = make_scheduler(
-        num_blocks=32, step_tokens=80, prefill_chunk_tokens=80, scored_tokens=16, step_target_s=0.8
+        max_model_len=128,
+        num_blocks=64,
+        step_tokens=128,
+        prefill_chunk_tokens=128,
+        scored_tokens=16,
+        step_target_s=0.1,  # by which 64 tokens fit, as long as nobody knows more
     )
-    scheduler.submit(spec(0, range(20)), 0.0)
+    scheduler.submit(spec(0, range(50)), 0.0)
     scheduler.submit(spec(1, range(20), prompt_logprobs=0), 0.0)
-    lengths = []
-    for _ in range(3):
-        plan = step(scheduler)
-        scheduler.pace.observe(plan, 0.0125 * plan.num_tokens)
-        lengths.append([(each.sequence_id, len(each.token_ids)) for each in plan.sequences])
-    assert lengths == [[(0, 20), (1, 16)], [(0, 1), (1, 4)], [(0, 1), (1, 1)]]
+    scheduler.submit(spec(2, range(4)), 0.0)
+
+    first, second = step(scheduler), step(scheduler)
+
+    assert [(entry.sequence_id, len(entry.token_ids)) for entry in first.sequences] == [(0, 50)]
+    assert [(entry.sequence_id, len(entry.token_ids)) for entry in second.sequences] == [
+        (0, 1),
+        (1, 16),
+        (2, 4),
+    ]
 
 
 def test_a_budget_for_scored_prompts_must_be_positive():
