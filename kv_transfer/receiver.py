@@ -206,12 +206,7 @@ class KVReceiver:
 
     async def close(self) -> None:
         """Abort every transfer, wait for its fence, end the thread; safe to repeat."""
-        if self._thread.is_hung:
-            logger.error("transfer thread hangs, and is left behind")
-            return
-        if self._thread.is_running:
-            await self._thread.run(self._shut_down())
-        await self._thread.stop()
+        await self._thread.close(self._shut_down)
 
     async def _shut_down(self) -> None:
         await self._ledger.end_all()

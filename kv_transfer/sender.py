@@ -150,12 +150,7 @@ class KVSender:
 
     async def close(self) -> None:
         """Revoke every transfer, drop every receiver, end the thread; safe to repeat."""
-        if self._thread.is_hung:
-            logger.error("transfer thread hangs, and is left behind")
-            return
-        if self._thread.is_running:
-            await self._thread.run(self._shut_down())
-        await self._thread.stop()
+        await self._thread.close(self._shut_down)
 
     async def _start_servers(self) -> list[str]:
         self._servers = tuple(

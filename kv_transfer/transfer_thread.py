@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, TypeVarTuple
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
@@ -83,6 +86,18 @@ class TransferThread:
             coroutine.close()
             raise RuntimeError(f"{self._name} does not run")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    async def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run one last coroutine on the loop, then `stop`; safe to repeat.
+
+        A thread that hangs is left behind: nothing that it is asked for would ever be done.
+        """
+        if self.is_hung:
+            logger.error("%s hangs, and is left behind", self._name)
+            return
+        if self.is_running:
+            await self.run(last())
+        await self.stop()
 
     async def stop(self) -> None:
         """Cancel what still runs on the loop and end the thread; safe to repeat."""
