@@ -12,8 +12,8 @@ from workers.engine.sampling_params import SamplingParams
 from workers.runner_choice import RunnerChoice
 
 PROMPT = range(100, 110)
-AFTER_A_BLOCK = 2
-"""The piece that comes after the first grant and its block."""
+LAST_BLOCK = 2
+"""Of the three that hold `PROMPT`: whatever order grants and blocks come in, two come before it."""
 
 
 def values(samples, name):
@@ -75,7 +75,7 @@ async def test_each_worker_shows_how_it_runs_its_model_and_why():
 
 
 async def test_what_failed_transfers_cost_is_shown_by_transport_and_outcome():
-    async with worker_rig(transport=FaultyTransport(Fault(FaultKind.DIE, AFTER_A_BLOCK))) as rig:
+    async with worker_rig(transport=FaultyTransport(Fault(FaultKind.CORRUPT, LAST_BLOCK))) as rig:
         request = generate_request(PROMPT, SamplingParams(max_tokens=2))
         await Client(rig, request).finished()
         await rig.settled()
@@ -83,6 +83,7 @@ async def test_what_failed_transfers_cost_is_shown_by_transport_and_outcome():
 
     discarded = values(samples, "baton_transfer_discarded_bytes_total")
     lost = values(samples, "baton_transfer_lost_seconds_total")
-    assert discarded[(("transport", "faulty"),)] >= FAKE_LAYOUT.bytes_per_block
-    assert lost.keys() == {(("outcome", "peer_lost"),)}
+    both_attempts = 2 * LAST_BLOCK * FAKE_LAYOUT.bytes_per_block
+    assert discarded == {(("transport", "faulty"),): both_attempts}
+    assert lost.keys() == {(("outcome", "corrupt"),)}
     assert all(seconds > 0 for seconds in lost.values())
