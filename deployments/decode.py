@@ -19,7 +19,12 @@ from deployments.channel.stream import ChannelTimings
 from deployments.handles import PrefillPool
 from deployments.leaving import grace_of
 from deployments.metrics import WorkerSnapshot, loop_sample, sample
-from deployments.process import at_own_address, deployment_secret, prepare_engine_process
+from deployments.process import (
+    at_own_address,
+    deployment_secret,
+    prepare_engine_process,
+    spare_what_stays,
+)
 from deployments.worker_metrics import decode_samples
 from workers.host import available_cores
 
@@ -55,6 +60,7 @@ class Decode:
         await self._worker.start()
         channel = settings.channel
         self._address = await self._channel.start(channel.host, channel.port)
+        spare_what_stays()
 
     async def channel_address(self) -> ChannelAddress:
         """Where Fronts find this worker."""

@@ -21,7 +21,7 @@ from deployments.front_service import FrontService, FrontSettings, Sources
 from deployments.handles import ask_all
 from deployments.http_app import build_app
 from deployments.metrics import FrontMetrics, WorkerSnapshot
-from deployments.process import deployment_secret, log_to_stderr
+from deployments.process import deployment_secret, log_to_stderr, spare_what_stays
 from deployments.resume import ResumeConfig, ResumingBackend
 from deployments.served_model import read_served_model
 from deployments.version import installed_version
@@ -90,6 +90,7 @@ class Front:
             peer_snapshots=self._peer_snapshots,
         )
         self._pool.start()
+        spare_what_stays()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""

@@ -17,7 +17,12 @@ from configs.schema import Settings
 from deployments.leaving import grace_of, when_told_to_go
 from deployments.metrics import WorkerSnapshot, loop_sample
 from deployments.prefill_call import PrefillDoor
-from deployments.process import at_own_address, deployment_secret, prepare_engine_process
+from deployments.process import (
+    at_own_address,
+    deployment_secret,
+    prepare_engine_process,
+    spare_what_stays,
+)
 from deployments.worker_metrics import prefill_samples
 from workers.host import available_cores
 
@@ -44,6 +49,7 @@ class Prefill:
         self._door = PrefillDoor(self._worker.prefill, secret=secret)
         await self._worker.start()
         when_told_to_go(self._leave)
+        spare_what_stays()
 
     async def prefill(self, message: object) -> AsyncIterator[bytes]:
         """See `PrefillDoor.prefill`; what comes may be anything that Serve can carry."""

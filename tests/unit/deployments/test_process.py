@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from pydantic import ValidationError
 
 import deployments.process
 from configs.load import load
 from configs.schema import Settings
-from deployments.process import at_own_address, deployment_secret, prepare_engine_process
+from deployments.process import (
+    at_own_address,
+    deployment_secret,
+    prepare_engine_process,
+    spare_what_stays,
+)
 from deployments.secret import SecretError
 
 
@@ -60,3 +67,12 @@ def test_a_secret_is_needed_and_its_absence_says_what_to_do():
         deployment_secret({})
     text = "0123456789abcdef" * 2
     assert deployment_secret({"BATON_SECRET": text}).reveal() == text
+
+
+def test_the_collector_passes_by_what_was_there():
+    before = gc.get_freeze_count()
+    try:
+        spare_what_stays()
+        assert gc.get_freeze_count() - before > 10_000  # Python's own modules alone have as many
+    finally:
+        gc.unfreeze()

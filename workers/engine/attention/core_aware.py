@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from workers.engine.attention.backend import AttentionBackend, LayerScoring, StepMetadata
+from workers.engine.compute_team import ComputeTeam
 
 __all__ = ["CoreAwareBackend"]
 
@@ -18,11 +19,12 @@ class CoreAwareBackend:
         """`threads` says how many to take; it is asked for every layer."""
         self._backend = backend
         self._threads = threads
-        self._current: int | None = None
+        self._team = ComputeTeam()
 
     def prepare(self, meta: StepMetadata) -> None:
         """See `AttentionBackend.prepare`."""
-        self._adjust()
+        self._team.check()
+        self._team.resize(self._threads())
         self._backend.prepare(meta)
 
     def forward(
@@ -34,11 +36,5 @@ class CoreAwareBackend:
         scoring: LayerScoring,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
-        self._adjust()
+        self._team.resize(self._threads())
         return self._backend.forward(layer_index, q, k, v, scoring)
-
-    def _adjust(self) -> None:
-        threads = self._threads()
-        if threads != self._current:
-            torch.set_num_threads(threads)
-            self._current = threads
