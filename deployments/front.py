@@ -90,11 +90,12 @@ class Front:
             peer_snapshots=self._peer_snapshots,
         )
         self._pool.start()
-        spare_what_stays()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""
-        return build_app(self._service)
+        app = build_app(self._service)
+        spare_what_stays()
+        return app
 
     async def snapshot(self) -> WorkerSnapshot:
         """This Front's share of `/metrics`, for the other Fronts."""

@@ -27,6 +27,7 @@ from workers.checks import enforce
 from workers.core_table import CoreShare, join_core_table
 from workers.decode import DecodeWorker
 from workers.decode_config import DecodeConfig
+from workers.engine.attention.core_aware import SharedThreads
 from workers.engine.block_pool import BlockPool
 from workers.engine.build import build_runner
 from workers.engine.kv_cache import KVCache
@@ -46,6 +47,9 @@ from workers.prefill import PrefillWorker
 from workers.transport_set import build_transports
 
 logger = logging.getLogger(__name__)
+
+_PLACED_BY_USER = frozenset({"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"})
+"""Whoever sets one of these has said where OpenMP's threads run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +102,7 @@ def build_prefill_worker(
     region = None
     if gpu is None:
         region = _shared_region(settings.transfer.transport, site.plan.prefill.pool_bytes)
-    engine, memory = _build_engine(site, site.plan.prefill, settings, region)
+    engine, memory = _build_engine(site, site.plan.prefill, settings, environ, region)
     me = _peer_info(site.plan, site.plan.prefill, worker_id, gpu)
     transports = build_transports(
         settings.transfer,
@@ -140,6 +144,7 @@ def build_decode_worker(
         site,
         site.plan.decode,
         settings,
+        environ,
         region=None,
         gap_target_s=settings.decode.gap_target_s,
         gather_s=settings.decode.gather_s,
@@ -179,11 +184,17 @@ def _build_engine(
     site: Site,
     worker: WorkerPlan,
     settings: Settings,
+    environ: Mapping[str, str],
     region: SharedRegion | None,
     gap_target_s: float | None = None,
     gather_s: float = 0.0,
 ) -> tuple[Engine, KVCache]:
     cores = _core_share(worker, settings)
+    threads: int | SharedThreads = worker.threads
+    if cores is not None and worker.shares_cores:
+        threads = SharedThreads(
+            count=cores.threads, are_placed=not _PLACED_BY_USER & environ.keys()
+        )
     runner, memory = in_passing_thread(
         lambda: build_runner(
             site.model_path,
@@ -191,7 +202,7 @@ def _build_engine(
             layout=site.plan.layout,
             num_blocks=worker.num_blocks,
             max_model_len=site.plan.window,
-            threads=cores.threads if cores and worker.shares_cores else worker.threads,
+            threads=threads,
             device=settings.model.device,
             region=region,
         )

@@ -287,7 +287,7 @@ async def test_owner_may_free_a_killed_reader_s_blocks_a_second_later(kind, in_s
 @pytest.mark.parametrize("in_state", READER_STATES, ids=lambda state: state.__name__)
 async def test_stopped_reader_loses_its_lease_and_uses_nothing_when_it_goes_on(kind, in_state):
     """F1: its blocks belong to others by then."""
-    # What comes before the lease ends has to: on a busy host an agent takes a second to start.
+    # The state must be reached before the lease ends: on a busy host an agent starts for a second.
     lease_s = 3.0 if kind is NIXL else 1.5
     async with pair(kind, lease_s=lease_s) as (owner, reader):
         await in_state(kind, owner, reader, STOP)

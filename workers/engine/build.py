@@ -16,7 +16,7 @@ import torch
 from kv_transfer.geometry import KVLayout
 from kv_transfer.shared_memory import SharedRegion
 from workers.engine.attention.backend import AttentionBackend
-from workers.engine.attention.core_aware import CoreAwareBackend
+from workers.engine.attention.core_aware import CoreAwareBackend, SharedThreads
 from workers.engine.attention.torch_backend import TorchBackend
 from workers.engine.kv_cache import KVCache, torch_dtype
 from workers.engine.linear import pack_head
@@ -43,7 +43,7 @@ def build_runner(
     info: ModelInfo,
     layout: KVLayout,
     num_blocks: int,
-    threads: int | Callable[[], int],
+    threads: int | SharedThreads,
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
     region: SharedRegion | None = None,
@@ -54,11 +54,11 @@ def build_runner(
     replaced by a faster one, and `make_forward` says how it is run. It computes in the layout's
     dtype on `device`, as the pool does, which lies there, or in `region` if one is given, for other
     processes to read. The check covers max_model_len tokens, by default all that the model can.
-    Sets the process's number of compute threads; `threads` may be asked for it before each layer.
+    Sets the process's number of compute threads, and before each layer anew where they are shared.
     Raises `UnsupportedModelError` if the model's
     architecture cannot be run this way, `ModelError` if it cannot be loaded.
     """
-    torch.set_num_threads(threads if isinstance(threads, int) else threads())
+    torch.set_num_threads(threads if isinstance(threads, int) else threads.count())
     if isinstance(model, Path):
         model = load_weights(
             model, dtype=torch_dtype(layout.dtype), device=device, attn_implementation="eager"

@@ -11,33 +11,28 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from workers.engine.openmp import OpenMP, loaded_openmp
+from workers.engine.openmp import OpenMP
 
 __all__ = ["ComputeTeam"]
 
 _logger = logging.getLogger(__name__)
 
-_PLACED_BY_USER = frozenset({"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"})
-"""Whoever sets one of these has said where OpenMP's threads run."""
 _THREADS = Path("/proc/self/task")
 
 
 class ComputeTeam:
-    """The OpenMP threads of the one thread that calls this."""
+    """The OpenMP threads of the thread that calls this, which must always be the same one."""
 
-    def __init__(
-        self, openmp: OpenMP | None = None, environ: Mapping[str, str] = os.environ
-    ) -> None:
-        """Threads stay where the kernel puts them without an OpenMP to reach them by."""
-        may_place = not _PLACED_BY_USER & environ.keys()
-        self._openmp = (openmp or loaded_openmp()) if may_place else None
-        self._cores = sorted(os.sched_getaffinity(0)) if self._openmp else []
+    def __init__(self, openmp: OpenMP | None = None) -> None:
+        """Without an OpenMP to reach them by, threads run wherever the kernel puts them."""
+        self._openmp = openmp
+        self._cores = sorted(os.sched_getaffinity(0))
         self._size: int | None = None
         self._placed: dict[int, int] = {}
         """By its number in the team, the kernel's id of each thread that has a core of its own."""
@@ -64,11 +59,8 @@ class ComputeTeam:
         Some kernels use fewer threads for small matrices. OpenMP ends those that are left over, and
         makes new ones for whatever comes next: on the one core of the thread that makes them.
         """
-        if all((_THREADS / str(thread_id)).exists() for thread_id in self._placed.values()):
-            return
-        _logger.warning("compute threads do not last: they run wherever the kernel puts them")
-        self._release()
-        self._openmp = None
+        if not self._all_live():
+            self._give_up("they do not last")
 
     def _place(self, openmp: OpenMP) -> None:
         placed: dict[int, int] = {}
@@ -81,15 +73,23 @@ class ComputeTeam:
         openmp.in_each(len(self._cores), stay)
         self._placed = placed
         if len(placed) < len(self._cores):
-            self._release()
-            self._openmp = None
+            self._give_up("a core has gone")
+
+    def _give_up(self, why: str) -> None:
+        _logger.warning("compute threads run wherever the kernel puts them reason=%s", why)
+        self._release()
+        self._openmp = None
 
     def _release(self) -> None:
-        """Let every thread of the team run on all cores again, those too that were not placed."""
-
-        def roam(_: int) -> None:
-            os.sched_setaffinity(0, self._cores)
-
-        if self._placed and self._openmp is not None:
-            self._openmp.in_each(len(self._cores), roam)
+        """Let every thread of the team run on all cores again."""
+        if self._all_live():
+            # Not by calling them: that would wait for a core which a neighbour has just taken.
+            for thread_id in self._placed.values():
+                os.sched_setaffinity(thread_id, self._cores)
+        elif self._openmp is not None:
+            self._openmp.in_each(len(self._cores), lambda _: os.sched_setaffinity(0, self._cores))
         self._placed = {}
+
+    def _all_live(self) -> bool:
+        """Whether all threads that were placed are there; none else has their ids then."""
+        return all((_THREADS / str(thread_id)).exists() for thread_id in self._placed.values())

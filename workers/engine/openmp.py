@@ -38,9 +38,10 @@ def loaded_openmp(maps: Path = _MAPS) -> OpenMP | None:
     `maps` is what the kernel tells of the files that are mapped.
     """
     try:
-        mapped = {Path(line.split()[-1]) for line in maps.read_text(encoding="utf-8").splitlines()}
+        lines = maps.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
+    mapped = {Path(fields[5]) for line in lines if len(fields := line.split(maxsplit=5)) > 5}
     runtimes = [path for path in mapped if path.name.startswith(_RUNTIMES)]
     if len(runtimes) != 1 or not runtimes[0].name.startswith("libgomp"):
         return None

@@ -70,9 +70,9 @@ def test_a_secret_is_needed_and_its_absence_says_what_to_do():
 
 
 def test_the_collector_passes_by_what_was_there():
-    before = gc.get_freeze_count()
+    gc.unfreeze()  # what tests that have built a whole replica have left
     try:
         spare_what_stays()
-        assert gc.get_freeze_count() - before > 10_000  # Python's own modules alone have as many
+        assert gc.get_freeze_count() > 10_000  # Python's own modules alone have as many
     finally:
         gc.unfreeze()

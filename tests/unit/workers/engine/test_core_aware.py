@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from workers.engine.attention.core_aware import CoreAwareBackend
+from workers.engine.attention.core_aware import CoreAwareBackend, SharedThreads
 
 
 class Recording:
@@ -23,7 +23,7 @@ class Recording:
 
 def test_each_layer_is_computed_with_the_threads_of_that_moment():
     inner, wanted = Recording(), iter([2, 2, 1, 3])
-    backend = CoreAwareBackend(inner, lambda: next(wanted))
+    backend = CoreAwareBackend(inner, SharedThreads(count=lambda: next(wanted)))
     q = torch.zeros(1)
 
     def step():  # in a thread of its own: others keep their number
