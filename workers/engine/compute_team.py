@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,13 +33,8 @@ class ComputeTeam:
         self._openmp = openmp
         self._cores = sorted(os.sched_getaffinity(0))
         self._size: int | None = None
-        self._placed: dict[int, int] = {}
-        """By its number in the team, the kernel's id of each thread that has a core of its own."""
-
-    @property
-    def placed(self) -> Collection[int]:
+        self.placed: list[int] = []
         """The kernel's ids of the threads that have a core of their own; all of them or none."""
-        return self._placed.values()
 
     def resize(self, threads: int) -> None:
         """Compute with so many threads from now on; a no-op where these are as many already."""
@@ -63,15 +57,15 @@ class ComputeTeam:
             self._give_up("they do not last")
 
     def _place(self, openmp: OpenMP) -> None:
-        placed: dict[int, int] = {}
+        placed: list[int] = []
 
         def stay(number: int) -> None:
             with suppress(OSError):  # a core that was there may have gone
                 os.sched_setaffinity(0, {self._cores[number]})
-                placed[number] = threading.get_native_id()
+                placed.append(threading.get_native_id())
 
         openmp.in_each(len(self._cores), stay)
-        self._placed = placed
+        self.placed = placed
         if len(placed) < len(self._cores):
             self._give_up("a core has gone")
 
@@ -84,12 +78,12 @@ class ComputeTeam:
         """Let every thread of the team run on all cores again."""
         if self._all_live():
             # Not by calling them: that would wait for a core which a neighbour has just taken.
-            for thread_id in self._placed.values():
+            for thread_id in self.placed:
                 os.sched_setaffinity(thread_id, self._cores)
         elif self._openmp is not None:
             self._openmp.in_each(len(self._cores), lambda _: os.sched_setaffinity(0, self._cores))
-        self._placed = {}
+        self.placed = []
 
     def _all_live(self) -> bool:
         """Whether all threads that were placed are there; none else has their ids then."""
-        return all((_THREADS / str(thread_id)).exists() for thread_id in self._placed.values())
+        return all((_THREADS / str(thread_id)).exists() for thread_id in self.placed)

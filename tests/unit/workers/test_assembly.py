@@ -1,4 +1,4 @@
-"""What a worker is refused for before its weights are read."""
+"""What a worker is refused for, and what it is told, before its weights are read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import workers.assembly
 from configs.schema import ModelSettings, PrefillSettings, Settings, TlsSettings, TransferSettings
 from kv_transfer.authentication import Secret
 from workers.assembly import build_prefill_worker
@@ -47,3 +48,20 @@ def test_certificates_that_cannot_be_used_are_named(settings: Settings, tmp_path
 
     with pytest.raises(WorkerError, match=rf"transfer.tls: certificate {none}, .* No such file"):
         build_prefill_worker(settings, worker_id="prefill-0", environ={}, secret=SECRET)
+
+
+class AskedForError(Exception):
+    """A runner was asked for."""
+
+
+@pytest.mark.parametrize("name", [None, "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"])
+def test_threads_are_placed_unless_openmp_s_own_variables_place_them(settings, monkeypatch, name):
+    def build_runner(*_, threads, **__):
+        raise AskedForError(threads.are_placed)
+
+    monkeypatch.setattr(workers.assembly, "build_runner", build_runner)
+    environ = {name: "false"} if name else {}
+
+    with pytest.raises(AskedForError) as built:
+        build_prefill_worker(settings, worker_id="prefill-0", environ=environ, secret=SECRET)
+    assert built.value.args == (name is None,)
