@@ -70,26 +70,16 @@ def check_heads(sources: Sequence[PeerInfo], decode: PeerInfo) -> None:
 
 
 def can_repack(prefill: PeerInfo, decode: PeerInfo) -> bool:
-    """Whether their blocks differ in size or in the share of the heads, and in nothing else.
-
-    Where a layer has a sliding window the size must be the same: what is sent begins with the block
-    that the window begins in, and blocks of another size would begin at other tokens.
-    """
+    """Whether their blocks differ in size or in the share of the heads, and in nothing else."""
     ours, theirs = block_shape(decode), block_shape(prefill)
     return (
         ours != theirs
         and prefill.content_fingerprint == decode.content_fingerprint
-        and (theirs.block_size == ours.block_size or not _has_windows(prefill, decode))
         and (_split(prefill) == _split(decode) or (_has_split(prefill) and _has_split(decode)))
         and (theirs.num_layers, theirs.head_bytes) == (ours.num_layers, ours.head_bytes)
         and theirs.bytes_per_block == prefill.bytes_per_block
         and ours.bytes_per_block == decode.bytes_per_block
     )
-
-
-def describe_difference(prefill: PeerInfo, decode: PeerInfo) -> str:
-    """What is elsewhere in their blocks, with both values, of workers that can be repacked."""
-    return next(_differences(_PLACES, prefill, decode))
 
 
 def block_shape(worker: PeerInfo) -> BlockShape:
@@ -132,10 +122,6 @@ def _refuse_foreign_heads(prefill: PeerInfo, decode: PeerInfo) -> None:
         raise LinkRefusedError(
             f"no KV head in common: {_named_heads(prefill)}, {_named_heads(decode)}"
         )
-
-
-def _has_windows(prefill: PeerInfo, decode: PeerInfo) -> bool:
-    return prefill.has_sliding_window or decode.has_sliding_window
 
 
 def _split(worker: PeerInfo) -> tuple[int, int]:

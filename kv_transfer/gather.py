@@ -22,10 +22,21 @@ __all__ = ["Gather"]
 class Gather:
     """Carries out the pulls of one sequence, once."""
 
-    def __init__(self, pulls: Sequence[Pull], *, num_tokens: int, clock: Clock) -> None:
-        """The first one's owner says what comes after the prompt; ValueError if there is none."""
+    def __init__(
+        self,
+        pulls: Sequence[Pull],
+        *,
+        num_tokens: int,
+        first_tokens: tuple[int, ...],
+        clock: Clock,
+    ) -> None:
+        """The first one's owner says what comes after the prompt; ValueError if there is none.
+
+        What lands is, in each group, what has KV from the token in `first_tokens` on.
+        """
         self._pulls = tuple(pulls)
         self._num_tokens = num_tokens
+        self._first_tokens = first_tokens
         self._clock = clock
         self._joined = JoinedTransfer([pull.protocol for pull in pulls])
         self._running: dict[asyncio.Task[None], Pull] = {}
@@ -119,6 +130,7 @@ class Gather:
             first=protocol.first,
             prompt_logprobs=protocol.prompt_logprobs,
             num_tokens=self._num_tokens,
+            first_tokens=self._first_tokens,
             num_blocks=self.blocks_landed,
             moved=self.moved,
             fetch_s=confirmed_at - started_at,

@@ -19,7 +19,7 @@ BlockId = NewType("BlockId", int)
 LogicalBlock = NewType("LogicalBlock", int)
 """Names a block of a sequence: its group and its index there; see `logical_block`."""
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised whenever a peer built before the change could misread a message or a block."""
 
 _BLOCKS_PER_GROUP = 2**20
@@ -50,11 +50,13 @@ class KVGroup:
     sliding_window: int | None
     """Tokens that a token sees, itself included; None is all before it."""
 
+    def first_token(self, position: int) -> int:
+        """The first token that one at `position` sees."""
+        return 0 if self.sliding_window is None else max(0, position - self.sliding_window + 1)
+
     def first_block(self, position: int, block_size: int) -> int:
         """Index of the first block that a token at `position` sees anything of."""
-        if self.sliding_window is None:
-            return 0
-        return max(0, position - self.sliding_window + 1) // block_size
+        return self.first_token(position) // block_size
 
     def max_blocks(self, num_tokens: int, *, chunk_tokens: int, block_size: int) -> int:
         """Blocks that a sequence of num_tokens needs at once, computed in such chunks at most.
@@ -198,6 +200,9 @@ class KVLayout:
             for group in self.groups
         )
 
-    def first_blocks(self, num_tokens: int) -> tuple[int, ...]:
-        """By group, the first block that what comes after num_tokens tokens sees anything of."""
-        return tuple(group.first_block(num_tokens, self.block_size) for group in self.groups)
+    def first_tokens(self, num_tokens: int, *, num_found: int = 0) -> tuple[int, ...]:
+        """By group, the first token that what comes after num_tokens tokens sees, beside num_found.
+
+        What a hand-off brings begins with the block that it is in: both of its sides ask this.
+        """
+        return tuple(max(num_found, group.first_token(num_tokens)) for group in self.groups)

@@ -35,8 +35,6 @@ class PeerInfo:
     bytes_per_block: int
     layers_per_block: int
     """Of num_layers: each group of layers has blocks of its own."""
-    has_sliding_window: bool
-    """Of any layer."""
     tp_size: int
     tp_rank: int
     """Which of tp_size equal runs of the model's KV heads this pool has."""
@@ -76,7 +74,6 @@ class PeerInfo:
             block_size=layout.block_size,
             bytes_per_block=layout.bytes_per_block,
             layers_per_block=layout.layers_per_block,
-            has_sliding_window=layout.has_sliding_window,
             tp_size=layout.tp_size,
             tp_rank=layout.tp_rank,
             max_model_len=max_model_len,

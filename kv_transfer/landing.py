@@ -12,19 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from kv_transfer.geometry import BlockId, LogicalBlock, group_and_index, logical_block
 from kv_transfer.handoff import GrantedBlock
 from kv_transfer.protocol import Fetch
 from kv_transfer.repack import BlockShape, Box, RepackPlan
 from kv_transfer.scratch import Lot, ScratchArena
 from kv_transfer.transport import BlockMemory
+from kv_transfer.workspace import BlockView, Workspace
 
-__all__ = ["InPlace", "Landing", "Repacked", "copy_box"]
+__all__ = ["InPlace", "Landing", "Repacked"]
 
-Bytes = npt.NDArray[np.uint8]
 Part = tuple[Sequence[GrantedBlock], Mapping[LogicalBlock, BlockId]]
 """Blocks to fetch together, and where the transport puts them."""
 
@@ -86,22 +83,22 @@ class Repacked:
         memory: BlockMemory,
         placement: Sequence[BlockId],
         scratch: ScratchArena,
+        workspace: Workspace,
         *,
         source: BlockShape,
         own: BlockShape,
-        first_blocks: Sequence[int],
+        first_tokens: Sequence[int],
         num_tokens: int,
     ) -> None:
         """The first num_tokens tokens go into `memory`, by way of `scratch`, of the source's size.
 
-        Group by group those from our block of the index in `first_blocks` on; `placement` names our
-        blocks in this order. It may be longer, never shorter. Raises ValueError.
+        Group by group those from the token in `first_tokens` on; `placement` names our blocks in
+        this order. It may be longer, never shorter. Copies are made in `workspace`. Raises
+        ValueError.
         """
         self._plans = [
-            RepackPlan(
-                source=source, own=own, first_token=first * own.block_size, num_tokens=num_tokens
-            )
-            for first in first_blocks
+            RepackPlan(source=source, own=own, first_token=first, num_tokens=num_tokens)
+            for first in first_tokens
         ]
         needed = [
             logical_block(group, index)
@@ -112,68 +109,69 @@ class Repacked:
             raise ValueError(f"placement of {len(placement)} blocks for {len(needed)} needed")
         if len(set(placement)) < len(placement):
             raise ValueError("a block appears twice in the placement")
-        self.memory = scratch
+        self.memory = scratch.memory
+        self._scratch = scratch
+        self._workspace = workspace
         self._own_memory = memory
         self._source, self._own = source, own
         self._places = dict(zip(needed, placement, strict=False))
         self._lot: Lot = ()
-        self._scratch: dict[LogicalBlock, BlockId] = {}
+        self._arrived: dict[LogicalBlock, BlockId] = {}
 
     async def ready(self) -> None:
         """Be lent scratch blocks, once for all fetches."""
         if not self._lot:
-            self._lot = await self.memory.borrow()
+            self._lot = await self._scratch.borrow()
+            self._clear_what_lacks()
 
     def parts(self, fetch: Fetch) -> Iterator[Part]:
         """As many at a time as there are scratch blocks."""
         for start in range(0, len(fetch.blocks), len(self._lot)):
             blocks = fetch.blocks[start : start + len(self._lot)]
-            self._scratch = {
+            self._arrived = {
                 block.logical: place for block, place in zip(blocks, self._lot, strict=False)
             }
-            yield blocks, self._scratch
+            yield blocks, self._arrived
 
     def place(self, block: GrantedBlock) -> None:
         """Copy its tokens, and the heads that are ours, to where they belong."""
-        content = self.memory.block(self._scratch[block.logical])
         group, index = group_and_index(block.logical)
-        for box in self._plans[group].boxes(index):
-            place = self._places[logical_block(group, box.own_block)]
-            copy_box(box, content, self._source, self._own_memory.block(place), self._own)
+        with self._workspace.apart():
+            content = self._workspace.view(self.memory, self._arrived[block.logical], self._source)
+            for box in self._plans[group].boxes(index):
+                _copy_box(box, content, self._own_view(group, box.own_block))
 
     def fenced(self) -> None:
         """Give the scratch blocks back."""
         lot, self._lot = self._lot, ()
         if lot:
-            self.memory.give_back(lot)
+            self._scratch.give_back(lot)
 
     def unfenced(self) -> None:
         """Nobody gets the scratch blocks again."""
         lot, self._lot = self._lot, ()
         if lot:
-            self.memory.lose()
+            self._scratch.lose()
+
+    def _clear_what_lacks(self) -> None:
+        """Attention masks what is behind a window: but it reads it, and NaN times zero is NaN."""
+        for group, plan in enumerate(self._plans):
+            if plan.num_lacking:
+                with self._workspace.apart():
+                    first = self._own_view(group, plan.own_blocks.start)
+                    first[_ALL, _ALL, slice(plan.num_lacking), plan.heads.in_own] = 0
+
+    def _own_view(self, group: int, index: int) -> BlockView:
+        place = self._places[logical_block(group, index)]
+        return self._workspace.view(self._own_memory, place, self._own)
 
 
-def copy_box(
-    box: Box,
-    source: memoryview,
-    source_shape: BlockShape,
-    own: memoryview,
-    own_shape: BlockShape,
-) -> None:
-    """Copy what two blocks have in common from the bytes of one into those of the other."""
+_ALL = slice(None)
+
+
+def _copy_box(box: Box, source: BlockView, own: BlockView) -> None:
+    """Copy what two blocks have in common from one into the other."""
     tokens, heads = box.tokens, box.heads
-    _array(own, own_shape)[
-        :, :, tokens.own : tokens.own + tokens.length, heads.own : heads.own + heads.length
-    ] = _array(source, source_shape)[
-        :,
-        :,
-        tokens.source : tokens.source + tokens.length,
-        heads.source : heads.source + heads.length,
+    own[_ALL, _ALL, tokens.in_own, heads.in_own] = source[
+        _ALL, _ALL, tokens.in_source, heads.in_source
     ]
-
-
-def _array(block: memoryview, shape: BlockShape) -> Bytes:
-    return np.frombuffer(block, np.uint8).reshape(
-        shape.num_layers, 2, shape.block_size, shape.num_heads, shape.head_bytes
-    )

@@ -16,7 +16,6 @@ from kv_transfer.compatibility import (
     block_shape,
     check_compatible,
     check_heads,
-    describe_difference,
 )
 from kv_transfer.gather import Gather
 from kv_transfer.geometry import BlockId, ceil_div
@@ -26,10 +25,11 @@ from kv_transfer.landing import InPlace, Landing, Repacked
 from kv_transfer.protocol import ReceiverProtocol
 from kv_transfer.pull import Pull, PullOrder
 from kv_transfer.receiver_stats import Ledger, ReceiverStats
+from kv_transfer.repack import first_brought
 from kv_transfer.scratch import ScratchArenas
 from kv_transfer.selection import Choice, Offer, choose
 from kv_transfer.transfer_thread import TransferThread
-from kv_transfer.transport import BlockMemory, Clock, LinkRefusedError, Transport
+from kv_transfer.transport import BlockMemory, Clock, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,8 @@ class KVReceiver:
         """Prepare to write into `memory`, over the best of `transports` that a peer allows.
 
         They are named best first; `broken` would come before the last one, but do not start here.
-        `scratch` is where blocks of other shapes go first. `lease_s` is the one that prefill
+        `scratch` is where blocks of other shapes go first, in the kind of memory that `memory` is;
+        it must be given for a pool on a device. `lease_s` is the one that prefill
         workers grant.
         """
         self._memory = memory
@@ -77,6 +78,11 @@ class KVReceiver:
         self._thread = TransferThread(f"kv-receiver-{me.worker_id}")
         self._ledger = Ledger(tuple(self._transports))
 
+    @property
+    def me(self) -> PeerInfo:
+        """As prefill workers must know this process."""
+        return self._me
+
     async def start(self) -> None:
         """Start the transfer thread."""
         await self._thread.start()
@@ -89,7 +95,7 @@ class KVReceiver:
         num_tokens: int,
         deadline_s: float,
         *,
-        first_blocks: tuple[int, ...] = (0,),
+        first_tokens: tuple[int, ...] = (0,),
     ) -> IncomingTransfer:
         """Prepare to pull `num_tokens` tokens from one owner, which has all of our heads.
 
@@ -100,7 +106,7 @@ class KVReceiver:
             placement,
             num_tokens,
             deadline_s,
-            first_blocks=first_blocks,
+            first_tokens=first_tokens,
         )
 
     def gather(
@@ -110,13 +116,13 @@ class KVReceiver:
         num_tokens: int,
         deadline_s: float,
         *,
-        first_blocks: tuple[int, ...] = (0,),
+        first_tokens: tuple[int, ...] = (0,),
     ) -> IncomingTransfer:
         """Prepare to pull `num_tokens` tokens, the i-th missing block into `placement[i]`.
 
         From each source the heads that it has of ours; what comes after the prompt is the first
-        one's word. Missing are, group by group, the prompt's blocks from the index in
-        `first_blocks` on: blocks of this worker's size, whatever the sources' are.
+        one's word. Missing are, group by group, this worker's blocks from that on which holds the
+        token in `first_tokens`: before it, everything is here already or behind a sliding window.
         Nothing is asked for before `pull`. Raises `LinkRefusedError` if a worker does not fit this
         one, the sources' heads are not ours, each once, or there is no transport in common;
         ValueError for a placement that is too short, names a block twice, or is outside the pool.
@@ -129,10 +135,15 @@ class KVReceiver:
         if outside:
             raise ValueError(f"blocks {outside} of {self._memory.num_blocks} in the placement")
         pulls = [
-            self._pull_from(source, placement, num_tokens, deadline_s, first_blocks)
+            self._pull_from(source, placement, num_tokens, deadline_s, first_tokens)
             for source in sources
         ]
-        gather = Gather(pulls, num_tokens=num_tokens, clock=self._clock)
+        gather = Gather(
+            pulls,
+            num_tokens=num_tokens,
+            first_tokens=self._first_brought(peers, first_tokens),
+            clock=self._clock,
+        )
         return IncomingTransfer(gather, self._thread, self._ledger)
 
     @property
@@ -150,15 +161,16 @@ class KVReceiver:
         placement: Sequence[BlockId],
         num_tokens: int,
         deadline_s: float,
-        first_blocks: tuple[int, ...],
+        first_tokens: tuple[int, ...],
     ) -> Pull:
         peer = source.peer
         transport = self._transport_to(peer)
         landing: Landing = InPlace(self._memory)
-        if self._needs_repack(peer):
-            landing, placement, first_blocks = self._repacked(
-                peer, placement, num_tokens, first_blocks
-            )
+        if block_shape(peer) != block_shape(self._me):
+            landing = self._repacked(peer, placement, num_tokens, first_tokens)
+            # Only numbers what is expected, and covered: where its tokens go, the landing knows.
+            num_theirs = len(first_tokens) * ceil_div(num_tokens, peer.block_size)
+            placement = [BlockId(number) for number in range(num_theirs)]
         order = PullOrder(
             transport=transport,
             landing=landing,
@@ -172,37 +184,39 @@ class KVReceiver:
             num_tokens=num_tokens,
             block_size=peer.block_size,
             placement=placement,
-            first_blocks=first_blocks,
+            first_blocks=tuple(token // peer.block_size for token in first_tokens),
         )
         return Pull(order, protocol, self._clock)
-
-    def _needs_repack(self, peer: PeerInfo) -> bool:
-        return block_shape(peer) != block_shape(self._me)
 
     def _repacked(
         self,
         peer: PeerInfo,
         placement: Sequence[BlockId],
         num_tokens: int,
-        first_blocks: tuple[int, ...],
-    ) -> tuple[Landing, Sequence[BlockId], tuple[int, ...]]:
-        """A landing for blocks of the peer's shape; what is expected, and covered, is those.
-
-        The protocol's placement only numbers them: where their tokens go, the landing knows.
-        """
-        own = block_shape(self._me)
-        landing = Repacked(
+        first_tokens: tuple[int, ...],
+    ) -> Landing:
+        return Repacked(
             self._memory,
             placement,
             self._scratch.of(peer.bytes_per_block),
+            self._scratch.workspace,
             source=block_shape(peer),
-            own=own,
-            first_blocks=first_blocks,
+            own=block_shape(self._me),
+            first_tokens=first_tokens,
             num_tokens=num_tokens,
         )
-        their_firsts = tuple(first * own.block_size // peer.block_size for first in first_blocks)
-        num_theirs = len(their_firsts) * ceil_div(num_tokens, peer.block_size)
-        return landing, [BlockId(number) for number in range(num_theirs)], their_firsts
+
+    def _first_brought(
+        self, peers: Sequence[PeerInfo], first_tokens: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """By group, from which token on all sources bring what they have of it."""
+        return tuple(
+            max(
+                first_brought(token, source_size=peer.block_size, own_size=self._me.block_size)
+                for peer in peers
+            )
+            for token in first_tokens
+        )
 
     async def close(self) -> None:
         """Abort every transfer, wait for its fence, end the thread; safe to repeat."""
@@ -214,11 +228,6 @@ class KVReceiver:
             await transport.close()
 
     def _transport_to(self, peer: PeerInfo) -> Transport:
-        if self._needs_repack(peer) and self._memory.kind != "host":
-            raise LinkRefusedError(
-                f"{describe_difference(peer, self._me)}; {self._me.worker_id}'s pool is in "
-                f"{self._memory.kind} memory, where nothing is repacked"
-            )
         choice = choose(self._offers, self._me, peer, self._memory.kind)
         if self._links.get(peer.worker_id) != choice:
             logger.info(

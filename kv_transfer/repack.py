@@ -12,11 +12,12 @@ its heads of the same blocks; together they fill all of them, and none a second 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kv_transfer.geometry import ceil_div
 
-__all__ = ["BlockShape", "Box", "RepackPlan", "Span"]
+__all__ = ["BlockShape", "Box", "RepackPlan", "Span", "first_brought"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +36,14 @@ class BlockShape:
     """Which of the model's KV heads is the first one here."""
 
     @property
+    def dimensions(self) -> tuple[int, int, int, int, int]:
+        """As an array of bytes has them."""
+        return self.num_layers, 2, self.block_size, self.num_heads, self.head_bytes
+
+    @property
     def bytes_per_block(self) -> int:
         """Size of a block."""
-        return self.num_layers * 2 * self.block_size * self.num_heads * self.head_bytes
+        return math.prod(self.dimensions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +53,16 @@ class Span:
     source: int
     own: int
     length: int
+
+    @property
+    def in_source(self) -> slice:
+        """Where it is in the source's block."""
+        return slice(self.source, self.source + self.length)
+
+    @property
+    def in_own(self) -> slice:
+        """Where it is in ours."""
+        return slice(self.own, self.own + self.length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +75,25 @@ class Box:
     heads: Span
 
 
+def first_brought(first_token: int, *, source_size: int, own_size: int) -> int:
+    """The first token that comes, and has a place, where those from first_token on are wanted.
+
+    Both sides begin with the block that it is in, so that is where the later of the two begins.
+    """
+    return max(size * (first_token // size) for size in (source_size, own_size))
+
+
 class RepackPlan:
-    """Where the tokens [first_token, num_tokens) of a sequence go, from one source."""
+    """Where the tokens of a sequence go, from one source."""
 
     def __init__(
         self, *, source: BlockShape, own: BlockShape, first_token: int, num_tokens: int
     ) -> None:
         """From blocks of shape `source` into blocks of shape `own`.
 
+        Wanted are the tokens [first_token, num_tokens). What of their blocks comes before them is
+        taken along, where the blocks of both sides hold it: behind a sliding window each side has
+        given up what is before the block that the window begins in, and those begin elsewhere.
         Raises ValueError if they differ in anything but block size and heads, have no head in
         common, or there is no token to move.
         """
@@ -79,7 +106,10 @@ class RepackPlan:
             raise ValueError(f"tokens {first_token} to {num_tokens} are no range")
         self._source_size = source.block_size
         self._own_size = own.block_size
-        self._first_token = first_token
+        self._first_wanted = first_token
+        self._first_token = first_brought(
+            first_token, source_size=source.block_size, own_size=own.block_size
+        )
         self._num_tokens = num_tokens
         self._heads = _heads_in_common(source, own)
 
@@ -91,19 +121,24 @@ class RepackPlan:
     @property
     def source_blocks(self) -> range:
         """Indices, in the sequence, of the source's blocks that are needed."""
-        first = self._first_token // self._source_size
+        first = self._first_wanted // self._source_size
         return range(first, ceil_div(self._num_tokens, self._source_size))
 
     @property
     def own_blocks(self) -> range:
         """Indices, in the sequence, of our blocks that are written to."""
-        first = self._first_token // self._own_size
+        first = self._first_wanted // self._own_size
         return range(first, ceil_div(self._num_tokens, self._own_size))
+
+    @property
+    def num_lacking(self) -> int:
+        """Tokens at the beginning of our first block that do not come, and nobody looks at."""
+        return self._first_token % self._own_size
 
     def boxes(self, index: int) -> tuple[Box, ...]:
         """Where the source's block of this index goes: IndexError if it is not needed.
 
-        Tokens before first_token stay out: they are in blocks that others may hold too.
+        Tokens before our first block stay out: they are in blocks that others may hold too.
         """
         if index not in self.source_blocks:
             raise IndexError(f"source block {index} is not in {self.source_blocks}")

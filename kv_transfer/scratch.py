@@ -14,11 +14,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-import numpy as np
-
 from kv_transfer.geometry import BlockId
-from kv_transfer.shared_memory import SharedRegion
-from kv_transfer.transport import LinkRefusedError, MemoryKind
+from kv_transfer.transport import BlockMemory, LinkRefusedError
+from kv_transfer.workspace import HostWorkspace, Workspace
 
 __all__ = ["Lot", "ScratchArena", "ScratchArenas"]
 
@@ -28,41 +26,31 @@ Lot = tuple[BlockId, ...]
 _LOT_BYTES = 4 * 1024 * 1024
 """Fetched at a time: enough to keep a connection busy."""
 _ARENA_BYTES = 32 * _LOT_BYTES
-"""Of one size of blocks, so many transfers at once; the host has memory for what is used of it."""
+"""Of one size of blocks, so many transfers at once."""
 _MAX_ARENAS = 4
 """Sizes of blocks that one worker is sent, other than its own: workers are changed from one size to
 another, not among many."""
 
 
 class ScratchArena:
-    """`BlockMemory` that transports write to and nobody computes with."""
+    """Lends the blocks of a scratch memory."""
 
-    kind: MemoryKind = "host"
-    region: SharedRegion | None = None
-
-    def __init__(self, bytes_per_block: int, *, num_lots: int, blocks_per_lot: int) -> None:
-        """All of it is free."""
-        self.bytes_per_block = bytes_per_block
-        self.num_blocks = num_lots * blocks_per_lot
-        # Side by side, as NIXL registers them; zeros that nothing is written to take no memory.
-        self._bytes = np.zeros(self.num_blocks * bytes_per_block, np.uint8).data
+    def __init__(self, memory: BlockMemory, *, blocks_per_lot: int) -> None:
+        """All of it is free; it has as many blocks as some lots have."""
+        self.memory = memory
+        """What transports write to."""
         # The lot that came back last is lent first: its memory is there already.
         self._free: list[Lot] = [
             tuple(map(BlockId, range(start, start + blocks_per_lot)))
-            for start in reversed(range(0, self.num_blocks, blocks_per_lot))
+            for start in reversed(range(0, memory.num_blocks, blocks_per_lot))
         ]
-        self._num_left = num_lots
+        self._num_left = len(self._free)
         self._waiting: deque[asyncio.Future[Lot]] = deque()
 
     @property
     def free_lots(self) -> int:
         """Those that could be lent now."""
         return len(self._free)
-
-    def block(self, block_id: BlockId) -> memoryview:
-        """See `BlockMemory.block`."""
-        start = block_id * self.bytes_per_block
-        return self._bytes[start : start + self.bytes_per_block]
 
     async def borrow(self) -> Lot:
         """A lot for one transfer alone, in the order of coming; waits while there is none.
@@ -106,12 +94,17 @@ class ScratchArenas:
 
     def __init__(
         self,
+        workspace: Workspace | None = None,
         *,
         lot_bytes: int = _LOT_BYTES,
         arena_bytes: int = _ARENA_BYTES,
         max_arenas: int = _MAX_ARENAS,
     ) -> None:
-        """None is there before it is asked for; together they have `max_arenas * arena_bytes`."""
+        """In `workspace`, which is the host's memory unless it is told; none is there before it is
+        asked for, and together they have `max_arenas * arena_bytes`.
+        """
+        self.workspace: Workspace = workspace or HostWorkspace()
+        """How blocks are copied between an arena and the pool."""
         self._lot_bytes = lot_bytes
         self._arena_bytes = arena_bytes
         self._max_arenas = max_arenas
@@ -138,11 +131,9 @@ class ScratchArenas:
 
     def _make(self, bytes_per_block: int) -> ScratchArena:
         blocks_per_lot = max(1, self._lot_bytes // bytes_per_block)
-        return ScratchArena(
-            bytes_per_block,
-            num_lots=self._arena_bytes // (blocks_per_lot * bytes_per_block),
-            blocks_per_lot=blocks_per_lot,
-        )
+        num_lots = self._arena_bytes // (blocks_per_lot * bytes_per_block)
+        memory = self.workspace.blocks(num_lots * blocks_per_lot, bytes_per_block)
+        return ScratchArena(memory, blocks_per_lot=blocks_per_lot)
 
 
 def _nothing_left() -> LinkRefusedError:

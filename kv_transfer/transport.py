@@ -221,6 +221,9 @@ class Landed:
     prompt_logprobs: tuple[TokenLogprobs, ...]
     """Of all grants, in order."""
     num_tokens: int
+    first_tokens: tuple[int, ...]
+    """By group, the first token that has KV in the blocks that were brought. It is the first one of
+    a block, but behind a sliding window where the sources' blocks are of another size."""
     num_blocks: int
     """That were fetched: of the sources' sizes, from all of them together."""
     moved: Mapping[str, int]

@@ -16,9 +16,11 @@ from configs.schema import Settings, TransferSettings
 from kv_transfer.authentication import Secret
 from kv_transfer.handoff import PeerInfo
 from kv_transfer.receiver import KVReceiver
+from kv_transfer.scratch import ScratchArenas
 from kv_transfer.sender import KVSender
 from kv_transfer.shared_memory import SharedRegion, can_share_memory, sharing_domain
 from kv_transfer.transports.cuda_device import CudaDevice
+from kv_transfer.transports.device_workspace import DeviceWorkspace
 from kv_transfer.transports.link_security import LinkSecurity
 from kv_transfer.transports.tls import TlsContexts
 from kv_transfer.ucx_device import RdmaOutlook
@@ -165,11 +167,13 @@ def build_decode_worker(
             me=me,
             transports=transports.usable,
             broken=transports.broken,
+            scratch=ScratchArenas(None if gpu is None else DeviceWorkspace(gpu)),
             lease_s=settings.transfer.lease_s,
         )
     return DecodeWorker(
         engine=engine,
         me=me,
+        layout=site.plan.layout,
         config=DecodeConfig(
             local_prefill_tokens=settings.decode.local_prefill_tokens,
             is_placed_by_cost=settings.decode.placement == "cost",

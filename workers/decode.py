@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 
+from kv_transfer.geometry import KVLayout
 from kv_transfer.handoff import PeerInfo
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.receiver_stats import ReceiverStats
@@ -75,12 +76,16 @@ class DecodeWorker:
         *,
         engine: Engine,
         me: PeerInfo,
+        layout: KVLayout,
         config: DecodeConfig,
         receiver: KVReceiver | None = None,
         prefill: PrefillService | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Without receiver and prefill, which come together, it computes every prompt itself."""
+        """Without receiver and prefill, which come together, it computes every prompt itself.
+
+        `layout` is the pool's.
+        """
         self._engine = engine
         self._me = me
         self._config = config
@@ -98,7 +103,7 @@ class DecodeWorker:
         if receiver is not None and prefill is not None:
             self._handoffs = Handoffs(
                 engine=engine,
-                me=me,
+                layout=layout,
                 config=config,
                 receiver=receiver,
                 prefill=prefill,

@@ -16,8 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_transfer.geometry import BlockId, ceil_div
-from kv_transfer.handoff import PeerInfo
+from kv_transfer.geometry import BlockId, KVLayout
 from kv_transfer.incoming import IncomingTransfer
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.transport import Clock, CorruptTransferError, Landed, PeerLostError, TransferError
@@ -61,7 +60,7 @@ class Handoffs:
         self,
         *,
         engine: Engine,
-        me: PeerInfo,
+        layout: KVLayout,
         config: DecodeConfig,
         receiver: KVReceiver,
         prefill: PrefillService,
@@ -71,10 +70,10 @@ class Handoffs:
     ) -> None:
         """`on_published` is told of each prompt that is here, confirmed, and decodes.
 
-        `outlook` is told what hand-offs show of the prefill pool.
+        `layout` is the pool's; `outlook` is told what hand-offs show of the prefill pool.
         """
         self._engine = engine
-        self._me = me
+        self._layout = layout
         self._config = config
         self._receiver = receiver
         self._prefill = prefill
@@ -119,10 +118,7 @@ class Handoffs:
 
         The prefix hit is here already: only what is behind it is granted, fetched and covered.
         """
-        block_size = self._me.block_size
-        skip_blocks = admitted.num_hit_tokens // block_size
-        end = ceil_div(len(call.token_ids), block_size)
-        missing = _missing(admitted, skip_blocks, end)
+        missing = _missing(admitted, self._layout, len(call.token_ids))
         asked_at = self._clock()
         answers = self._prefill.prefill(self._request_of(call, epoch, admitted.num_hit_tokens))
         try:
@@ -143,7 +139,7 @@ class Handoffs:
             request_id=request.request_id,
             transfer_id=uuid.uuid4().hex,
             epoch=epoch,
-            decode=self._me,
+            decode=self._receiver.me,
             prompt_token_ids=call.token_ids,
             sampling=request.sampling,
             timeout_s=self._time_left(call),
@@ -172,7 +168,7 @@ class Handoffs:
                 placement=missing.placement,
                 num_tokens=len(call.token_ids),
                 deadline_s=self._time_left(call),
-                first_blocks=missing.first_blocks,
+                first_tokens=missing.first_tokens,
             )
             landed = await self._land(call, transfer)
             _check_logprobs(call.request, landed)
@@ -195,7 +191,10 @@ class Handoffs:
         call.remote_hit_tokens = landed.first.num_hit_tokens
         if landed.prompt_logprobs:
             call.score_prompt(landed.prompt_logprobs)
-        self._engine.publish(call.number, landed.first.token_id, landed.first.logprobs)
+        first = landed.first
+        self._engine.publish(
+            call.number, first.token_id, first.logprobs, first_tokens=landed.first_tokens
+        )
 
     async def _land(self, call: Call, transfer: IncomingTransfer) -> Landed:
         """Pull; whatever goes wrong, the destination stays in quarantine until the fence."""
@@ -250,21 +249,22 @@ class Handoffs:
 class _Missing:
     """What a hand-off is to bring."""
 
-    first_blocks: tuple[int, ...]
-    """By group: of the prompt's blocks, the first that is not here and will be looked at."""
+    first_tokens: tuple[int, ...]
+    """By group: of the prompt's tokens, the first that is not here and will be looked at."""
     placement: tuple[BlockId, ...]
-    """Where they go, group by group."""
+    """Where the blocks from that on go, group by group."""
 
 
-def _missing(admitted: Admitted, skip_blocks: int, end: int) -> _Missing:
-    """What a prompt of `end` blocks lacks, of which the first skip_blocks are a prefix hit."""
-    first_blocks = tuple(max(skip_blocks, table.start) for table in admitted.block_tables)
+def _missing(admitted: Admitted, layout: KVLayout, num_tokens: int) -> _Missing:
+    """What a prompt of num_tokens lacks, beside its prefix hit."""
+    first_tokens = layout.first_tokens(num_tokens, num_found=admitted.num_hit_tokens)
+    end = layout.blocks_for(num_tokens)
     cuts = (
-        table.cut(first, end)
-        for table, first in zip(admitted.block_tables, first_blocks, strict=True)
+        table.cut(first // layout.block_size, end)
+        for table, first in zip(admitted.block_tables, first_tokens, strict=True)
     )
     return _Missing(
-        first_blocks=first_blocks, placement=tuple(block_id for cut in cuts for block_id in cut)
+        first_tokens=first_tokens, placement=tuple(block_id for cut in cuts for block_id in cut)
     )
 
 

@@ -188,8 +188,8 @@ class PrefillWorker:
             raise WorkerStoppingError("the prefill worker is stopping")
         num_prompt_tokens = len(request.prompt_token_ids)
         first_blocks = tuple(
-            max(request.skip_tokens // self._layout.block_size, first)
-            for first in self._layout.first_blocks(num_prompt_tokens)
+            token // self._layout.block_size
+            for token in self._layout.first_tokens(num_prompt_tokens, num_found=request.skip_tokens)
         )
         self._sender.open(key, request.decode, first_blocks=first_blocks)
         try:

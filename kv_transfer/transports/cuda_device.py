@@ -46,6 +46,11 @@ class CudaDevice:
         finally:
             self._stream.synchronize()
 
+    def memory(self, num_bytes: int) -> torch.Tensor:
+        """Of the stream's own: what steps have freed there may still be in use by them."""
+        with self.apart():
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         """Pinned."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -42,6 +42,9 @@ class Device(Protocol):
     def apart(self) -> AbstractContextManager[None]:
         """What is asked of the device within waits for no step, and is done when it is left."""
 
+    def memory(self, num_bytes: int) -> torch.Tensor:
+        """Memory on the device, with anything in it: uint8 `[num_bytes]`; RuntimeError if full."""
+
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         """Host memory that the device copies to and from at its best: uint8 `[num_bytes]`."""
 

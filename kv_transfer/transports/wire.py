@@ -362,12 +362,6 @@ def _count(value: object) -> int:
     return value
 
 
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise CorruptTransferError("expected true or false")
-    return value
-
-
 def _key(value: object) -> TransferKey:
     names = ("transfer_id", "epoch", "prefill_incarnation", "decode_incarnation")
     found = _object(value, names)
@@ -394,7 +388,6 @@ def _peer(value: object) -> PeerInfo:
         block_size=_count(found["block_size"]),
         bytes_per_block=_count(found["bytes_per_block"]),
         layers_per_block=_count(found["layers_per_block"]),
-        has_sliding_window=_flag(found["has_sliding_window"]),
         tp_size=_count(found["tp_size"]),
         tp_rank=_count(found["tp_rank"]),
         max_model_len=_count(found["max_model_len"]),

@@ -72,7 +72,6 @@ def peer_info(
         block_size=block_size,
         bytes_per_block=bytes_per_block,
         layers_per_block=2,
-        has_sliding_window=False,
         tp_size=1,
         tp_rank=0,
         max_model_len=max_model_len,

@@ -59,6 +59,9 @@ class SharedHostDevice:
         finally:
             self._apart.discard(thread)
 
+    def memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
+
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 

@@ -23,6 +23,7 @@ from kv_transfer.receiver import KVReceiver
 from kv_transfer.scratch import ScratchArena, ScratchArenas
 from kv_transfer.sender import KVSender
 from kv_transfer.transport import BlockMemory, Clock, Transport
+from kv_transfer.workspace import HostWorkspace, Workspace
 from tests.fakes.block_memory import ByteMemory, granted_blocks, peer_info, transfer_key
 from tests.fakes.clock import FakeClock
 from tests.fakes.until import turned
@@ -183,7 +184,7 @@ async def kv_link(
         sweep_s=sweep_s,
     )
     into = seen_by(transport, destination)
-    scratch = scratch or ScratchArenas()
+    scratch = scratch or ScratchArenas(workspace_for(transport))
     receiver = KVReceiver(
         memory=into,
         me=decode,
@@ -204,9 +205,13 @@ async def kv_link(
         source.region.close()
 
 
-def one_lot(block_bytes: int = BLOCK_BYTES) -> ScratchArenas:
-    """Scratch for one transfer at a time, fewer blocks than it has."""
-    return ScratchArenas(lot_bytes=4 * block_bytes, arena_bytes=4 * block_bytes)
+def one_lot(transport: Transport | None = None) -> ScratchArenas:
+    """Scratch for one transfer at a time, fewer blocks than it has; where the transport's pool is.
+
+    That is in host memory if none is named.
+    """
+    workspace = None if transport is None else workspace_for(transport)
+    return ScratchArenas(workspace, lot_bytes=4 * BLOCK_BYTES, arena_bytes=4 * BLOCK_BYTES)
 
 
 def _tokens_of(
@@ -227,3 +232,13 @@ def seen_by(transport: Transport, memory: ByteMemory) -> BlockMemory:
     from tests.fakes.device import DeviceBytes  # which loads torch
 
     return DeviceBytes(memory)
+
+
+def workspace_for(transport: Transport) -> Workspace:
+    """Of the memory that `seen_by` shows."""
+    if "host" in transport.capabilities.memory_kinds:
+        return HostWorkspace()
+    from kv_transfer.transports.device_workspace import DeviceWorkspace  # which loads torch
+    from tests.fakes.device import SharedHostDevice
+
+    return DeviceWorkspace(SharedHostDevice())

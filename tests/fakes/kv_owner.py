@@ -66,7 +66,7 @@ class Owner:
         return {}
 
     async def become(
-        self, me: dict[str, Any], tables: list[list[int]], first_blocks: list[int], num_tokens: int
+        self, me: dict[str, Any], tables: list[list[int]], first_tokens: list[int], num_tokens: int
     ) -> dict[str, Any]:
         """Be another worker from now on, whose pool holds one sequence (`rank_pools`)."""
         await self.sender.close()
@@ -74,7 +74,7 @@ class Owner:
         self.memory.region.close()
         info = PeerInfo(**me)
         memory = guarded(info, shared=True)
-        write_sequence(memory, info, tables, first_blocks, num_tokens)
+        write_sequence(memory, info, tables, first_tokens, num_tokens)
         self._be(memory, info)
         return {"peer": asdict(await self.sender.start())}
 

@@ -15,6 +15,7 @@ from kv_transfer.scratch import ScratchArenas
 from kv_transfer.sender import KVSender
 from kv_transfer.transport import Transport
 from tests.fakes.block_memory import ByteMemory
+from tests.fakes.kv_link import seen_by, workspace_for
 from tests.fakes.kv_processes import key_of
 from tests.fakes.rank_pools import (
     Tables,
@@ -29,8 +30,8 @@ from tests.fakes.rank_pools import (
 from tests.fakes.until import turned
 
 NUM_TOKENS = 22
-TABLES = [[3, 1, 4, 15, 9, 2], [20, 11, 12, 13, 8, 17]]
-"""By group, on every rank of prefill: as many blocks as are needed where they have 4 tokens."""
+TABLES = [[3, 1, 4, 15, 9, 2, 0, 5], [20, 11, 12, 13, 8, 17, 6, 7]]
+"""By group, on every rank of prefill: as many blocks as are needed where they have 3 tokens."""
 PLACES = [[5, 0, 7, 9, 1, 2], [3, 4, 6, 8, 10, 14]]
 
 
@@ -57,13 +58,13 @@ class RankLink:
     me: PeerInfo
     memory: ByteMemory
     receiver: KVReceiver
-    first_blocks: tuple[int, ...]
+    first_tokens: tuple[int, ...]
     """By group: those before are behind the window."""
 
     @property
     def places(self) -> Tables:
         """Of decode's, by group."""
-        return PLACES[: len(self.first_blocks)]
+        return PLACES[: len(self.first_tokens)]
 
     def key(self, owner: OwnerRank) -> TransferKey:
         """Of the only transfer from there."""
@@ -80,21 +81,22 @@ class RankLink:
         owner.sender.grant(key, blocks[2:], FirstToken(token_id=40 + owner.info.tp_rank))
 
     def blocks(self, owner: OwnerRank) -> tuple[GrantedBlock, ...]:
-        """All that are granted; windows begin in the same block where all have one size."""
+        """All that are granted."""
         return blocks_of(
-            owner.info, TABLES[: len(self.first_blocks)], self.first_blocks, NUM_TOKENS
+            owner.info, TABLES[: len(self.first_tokens)], self.first_tokens, NUM_TOKENS
         )
 
     def incoming(self, granting: Sequence[OwnerRank] | None = None) -> IncomingTransfer:
         """All of it from all owners; those that are not granting have only opened a transfer."""
         for owner in self.owners:
-            owner.sender.open(self.key(owner), self.me, first_blocks=self.first_blocks)
+            first_blocks = tuple(token // owner.info.block_size for token in self.first_tokens)
+            owner.sender.open(self.key(owner), self.me, first_blocks=first_blocks)
         for owner in self.owners if granting is None else granting:
             self.grant(owner)
         sources = [Source(peer=owner.info, key=self.key(owner)) for owner in self.owners]
-        places = places_of(self.places, self.first_blocks)
+        places = places_of(self.places, self.first_tokens, self.me.block_size)
         return self.receiver.gather(
-            sources, places, NUM_TOKENS, 20.0, first_blocks=self.first_blocks
+            sources, places, NUM_TOKENS, 20.0, first_tokens=self.first_tokens
         )
 
     async def turned(self) -> None:
@@ -104,7 +106,14 @@ class RankLink:
 
     def has_arrived(self) -> bool:
         """Whether the pool holds the sequence, with all heads, and nothing else."""
-        return holds_sequence(self.memory, self.me, self.places, self.first_blocks, NUM_TOKENS)
+        return holds_sequence(
+            self.memory,
+            self.me,
+            self.places,
+            self.first_tokens,
+            NUM_TOKENS,
+            source_size=self.owners[0].info.block_size,
+        )
 
 
 @asynccontextmanager
@@ -119,10 +128,10 @@ async def rank_link(
     me = rank_info(layout, "decode-0", "d-1")
     memory = guarded(me)
     receiver = KVReceiver(
-        memory=memory,
+        memory=seen_by(transports[0], memory),
         me=me,
         transports=list({t.name: t for t in transports}.values()),
-        scratch=scratch,
+        scratch=scratch or ScratchArenas(workspace_for(transports[0])),
     )
     sources = replace(layout, block_size=source_size)
     async with AsyncExitStack() as stack:
@@ -137,19 +146,21 @@ async def rank_link(
             me=me,
             memory=memory,
             receiver=receiver,
-            first_blocks=layout.first_blocks(NUM_TOKENS),
+            first_tokens=layout.first_tokens(NUM_TOKENS),
         )
 
 
 @asynccontextmanager
 async def _owner(layout: KVLayout, transport: Transport) -> AsyncIterator[OwnerRank]:
     info = rank_info(layout, f"prefill-{layout.tp_rank}", f"p-{layout.tp_rank}")
+    if transport.capabilities.gpus == "two":
+        info = replace(info, gpu="GPU-1")
     memory = guarded(info, shared=True)
-    first_blocks = layout.first_blocks(NUM_TOKENS)
-    write_sequence(memory, info, TABLES[: len(first_blocks)], first_blocks, NUM_TOKENS)
+    first_tokens = layout.first_tokens(NUM_TOKENS)
+    write_sequence(memory, info, TABLES[: len(first_tokens)], first_tokens, NUM_TOKENS)
     ends: asyncio.Queue[tuple[TransferKey, ReleaseReason]] = asyncio.Queue()
     sender = KVSender(
-        memory=memory,
+        memory=seen_by(transport, memory),
         me=info,
         generation_of=memory.generation_of,
         transports=[transport],

@@ -10,6 +10,8 @@ import struct
 from collections.abc import Sequence
 from itertools import product
 
+import numpy as np
+
 from kv_transfer.compatibility import block_shape
 from kv_transfer.geometry import BlockId, KVLayout, logical_block
 from kv_transfer.handoff import GrantedBlock, PeerInfo
@@ -61,14 +63,15 @@ def guarded(info: PeerInfo, *, shared: bool = False) -> ByteMemory:
 
 
 def write_sequence(
-    memory: ByteMemory, info: PeerInfo, tables: Tables, first_blocks: Sequence[int], num_tokens: int
+    memory: ByteMemory, info: PeerInfo, tables: Tables, first_tokens: Sequence[int], num_tokens: int
 ) -> None:
     """Put the KV of a sequence, with the heads that the worker has, into its blocks.
 
-    In each group from the block of the index in `first_blocks` on.
+    In each group from the block on that holds the token in `first_tokens`.
     """
-    for group, (table, first) in enumerate(zip(tables, first_blocks, strict=True)):
-        tokens = range(first * info.block_size, num_tokens)
+    size = info.block_size
+    for group, (table, first) in enumerate(zip(tables, first_tokens, strict=True)):
+        tokens = range(first // size * size, num_tokens)
         _write_group(memory, block_shape(info), group, table, tokens)
 
 
@@ -85,19 +88,39 @@ def _write_group(
 
 
 def holds_sequence(
-    memory: ByteMemory, info: PeerInfo, tables: Tables, first_blocks: Sequence[int], num_tokens: int
+    memory: ByteMemory,
+    info: PeerInfo,
+    tables: Tables,
+    first_tokens: Sequence[int],
+    num_tokens: int,
+    *,
+    source_size: int | None = None,
 ) -> bool:
-    """Whether the pool holds what `write_sequence` writes, and everywhere else what it held."""
+    """Whether the pool holds what `write_sequence` writes, and everywhere else what it held.
+
+    From blocks of `source_size` tokens no token before one of these comes: there are zeros.
+    """
     expected = guarded(info)
-    write_sequence(expected, info, tables, first_blocks, num_tokens)
+    write_sequence(expected, info, tables, first_tokens, num_tokens)
+    for table, first in zip(tables, first_tokens, strict=True):
+        index = first // info.block_size
+        begins = first // (source_size or info.block_size) * (source_size or info.block_size)
+        _clear(expected, info, table[index], begins - index * info.block_size)
     return all(
         memory.block(BlockId(block_id)) == expected.block(BlockId(block_id))
         for block_id in range(NUM_BLOCKS)
     )
 
 
+def _clear(memory: ByteMemory, info: PeerInfo, block_id: int, num_tokens: int) -> None:
+    """Zeros in the first tokens of a block."""
+    shape = block_shape(info)
+    block = np.frombuffer(memory.block(BlockId(block_id)), np.uint8).reshape(shape.dimensions)
+    block[:, :, : max(0, num_tokens)] = 0
+
+
 def blocks_of(
-    info: PeerInfo, tables: Tables, first_blocks: Sequence[int], num_tokens: int
+    info: PeerInfo, tables: Tables, first_tokens: Sequence[int], num_tokens: int
 ) -> tuple[GrantedBlock, ...]:
     """The blocks of a sequence that are granted, group by group."""
     size = info.block_size
@@ -108,17 +131,17 @@ def blocks_of(
             generation=0,
             valid_tokens=min(size, num_tokens - index * size),
         )
-        for group, (table, first) in enumerate(zip(tables, first_blocks, strict=True))
-        for index in range(first, -(-num_tokens // size))
+        for group, (table, first) in enumerate(zip(tables, first_tokens, strict=True))
+        for index in range(first // size, -(-num_tokens // size))
     )
 
 
-def places_of(tables: Tables, first_blocks: Sequence[int]) -> list[BlockId]:
+def places_of(tables: Tables, first_tokens: Sequence[int], block_size: int) -> list[BlockId]:
     """Where a worker with these tables wants what is missing, group by group."""
     return [
         BlockId(block_id)
-        for table, first in zip(tables, first_blocks, strict=True)
-        for block_id in table[first:]
+        for table, first in zip(tables, first_tokens, strict=True)
+        for block_id in table[first // block_size :]
     ]
 
 

@@ -46,7 +46,7 @@ class PrefillRank:
             "become",
             me=asdict(me),
             tables=tables,
-            first_blocks=layout.first_blocks(num_tokens),
+            first_tokens=layout.first_tokens(num_tokens),
             num_tokens=num_tokens,
         )
         peer = answer["peer"]
@@ -56,10 +56,11 @@ class PrefillRank:
         self.tables = tables
 
     async def offer(
-        self, readers: Sequence[DecodeRank], first_blocks: Sequence[int] = (0,)
+        self, readers: Sequence[DecodeRank], first_tokens: Sequence[int] = (0,)
     ) -> None:
         """Open a transfer to each of these ranks, and grant nothing yet."""
         pairs = [(asdict(reader.key(self)), asdict(reader.me)) for reader in readers]
+        first_blocks = [token // self.info.block_size for token in first_tokens]
         await self.owner.ask("offer_together", readers=pairs, first_blocks=first_blocks)
 
     async def grant(
@@ -67,10 +68,10 @@ class PrefillRank:
         reader: DecodeRank,
         num_tokens: int,
         part: slice,
-        first_blocks: Sequence[int] = (0,),
+        first_tokens: Sequence[int] = (0,),
     ) -> None:
         """Grant some of the blocks; those up to the end are the last ones."""
-        blocks = blocks_of(self.info, self.tables, first_blocks, num_tokens)[part]
+        blocks = blocks_of(self.info, self.tables, first_tokens, num_tokens)[part]
         await self.owner.ask(
             "grant_part",
             key=asdict(reader.key(self)),
@@ -101,15 +102,15 @@ class DecodeRank:
         tables: Tables,
         num_tokens: int,
         *,
-        first_blocks: tuple[int, ...] = (0,),
+        first_tokens: tuple[int, ...] = (0,),
     ) -> IncomingTransfer:
-        """A transfer of everything that is missing from its blocks `first_blocks` on."""
+        """A transfer of everything that is missing from the tokens `first_tokens` on."""
         return self.receiver.gather(
             [Source(peer=rank.info, key=self.key(rank)) for rank in ranks],
-            places_of(tables, first_blocks),
+            places_of(tables, first_tokens, self.me.block_size),
             num_tokens,
             30.0,
-            first_blocks=first_blocks,
+            first_tokens=first_tokens,
         )
 
     def _may_link(self, rank: PrefillRank) -> bool:

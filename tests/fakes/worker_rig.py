@@ -337,6 +337,7 @@ class Rig:
         return DecodeWorker(
             engine=side.engine,
             me=side.info,
+            layout=self.config.layout,
             config=self.config.decode,
             receiver=receiver if prefill is not None else None,
             prefill=prefill,

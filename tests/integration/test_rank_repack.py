@@ -30,11 +30,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 OWN_SIZE = 8
 NUM_TOKENS = 37
-FIRST_BLOCK = 1
-"""Of decode's: the tokens before it are a prefix hit, and not to be written to."""
-FIRST_TOKEN_MISSING = FIRST_BLOCK * OWN_SIZE
+FIRST_TOKEN_MISSING = OWN_SIZE
+"""The tokens before it are a prefix hit, and not to be written to."""
 WINDOWS = (None, 16)
-"""Of the two layers, where there is one: its first block is FIRST_BLOCK + 1."""
+"""Of the two layers, where there is one: what follows sees from token 22 on."""
 OWN_LAYOUT = whole_layout(OWN_SIZE)
 SPLITS = [(1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2)]
 
@@ -47,9 +46,8 @@ def tables_of(seed: int, layout: KVLayout) -> list[list[int]]:
 
 
 def missing_of(layout: KVLayout) -> tuple[int, ...]:
-    """By group, the first block that is asked for: behind no window, and not of the prefix hit."""
-    hit = FIRST_TOKEN_MISSING // layout.block_size
-    return tuple(max(hit, first) for first in layout.first_blocks(NUM_TOKENS))
+    """By group, the first token that is asked for: behind no window, and not of the prefix hit."""
+    return layout.first_tokens(NUM_TOKENS, num_found=FIRST_TOKEN_MISSING)
 
 
 @pytest_asyncio.fixture(params=kind_parameters(), scope="module", loop_scope="module")
@@ -88,10 +86,20 @@ async def offer_and_grant(
 
 
 def whole_sequence(
-    reader: DecodeRank, tables: list[list[int]], layout: KVLayout = OWN_LAYOUT
+    reader: DecodeRank,
+    tables: list[list[int]],
+    layout: KVLayout = OWN_LAYOUT,
+    source_size: int = OWN_SIZE,
 ) -> bool:
     """Whether its pool holds what was missing with its heads, and nothing else was written to."""
-    return holds_sequence(reader.memory, reader.me, tables, missing_of(layout), NUM_TOKENS)
+    return holds_sequence(
+        reader.memory,
+        reader.me,
+        tables,
+        missing_of(layout),
+        NUM_TOKENS,
+        source_size=source_size,
+    )
 
 
 @pytest.mark.parametrize("source_size", [OWN_SIZE, 12])
@@ -106,7 +114,9 @@ async def test_every_decode_rank_gets_its_heads_of_every_token(
         await offer_and_grant(prefill, decode, source)
         tables = [tables_of(100 + i, OWN_LAYOUT) for i in range(num_decode)]
         transfers = [
-            reader.incoming(reader.owners(prefill), its, NUM_TOKENS, first_blocks=(FIRST_BLOCK,))
+            reader.incoming(
+                reader.owners(prefill), its, NUM_TOKENS, first_tokens=(FIRST_TOKEN_MISSING,)
+            )
             for reader, its in zip(decode, tables, strict=True)
         ]
 
@@ -129,30 +139,35 @@ async def test_every_decode_rank_gets_its_heads_of_every_token(
             await until(lambda rank=rank, expected=expected: rank.owner.ended == expected)
 
 
+@pytest.mark.parametrize(
+    ("source_size", "num_blocks"), [(OWN_SIZE, 4 + 3), (12, 4 + 3), (5, 7 + 4)]
+)
 @pytest.mark.parametrize(("num_prefill", "num_decode"), SPLITS)
-async def test_ranks_hand_over_what_windows_leave(started, num_prefill, num_decode):
-    """Of each group the blocks that the first output token sees: the same ones at both ends."""
+async def test_ranks_hand_over_what_windows_leave(
+    started, num_prefill, num_decode, source_size, num_blocks
+):
+    """Of each group the blocks that the first output token sees: those of each end's own size."""
     kind, ranks = started
-    layout = whole_layout(OWN_SIZE, WINDOWS)
+    layout, source = whole_layout(OWN_SIZE, WINDOWS), whole_layout(source_size, WINDOWS)
     missing = missing_of(layout)
-    assert missing == (FIRST_BLOCK, FIRST_BLOCK + 1)
-    prefill = await become(ranks, num_prefill, layout)
+    assert missing == (FIRST_TOKEN_MISSING, 22)
+    prefill = await become(ranks, num_prefill, source)
     async with decode_ranks(kind, layout, num_decode) as decode:
-        await offer_and_grant(prefill, decode, layout)
+        await offer_and_grant(prefill, decode, source)
         tables = [tables_of(100 + i, layout) for i in range(num_decode)]
 
         landed = await asyncio.gather(
             *(
                 reader.incoming(
-                    reader.owners(prefill), its, NUM_TOKENS, first_blocks=missing
+                    reader.owners(prefill), its, NUM_TOKENS, first_tokens=missing
                 ).pull()
                 for reader, its in zip(decode, tables, strict=True)
             )
         )
 
         for reader, its, result in zip(decode, tables, landed, strict=True):
-            assert whole_sequence(reader, its, layout)
-            assert result.num_blocks == (4 + 3) * len(reader.owners(prefill))
+            assert whole_sequence(reader, its, layout, source_size)
+            assert result.num_blocks == num_blocks * len(reader.owners(prefill))
 
 
 async def test_blocks_stay_pinned_until_the_last_rank_has_confirmed(started):
@@ -163,7 +178,7 @@ async def test_blocks_stay_pinned_until_the_last_rank_has_confirmed(started):
         await offer_and_grant(prefill, decode, OWN_LAYOUT)
         tables = tables_of(100, OWN_LAYOUT)
         early, late = (
-            reader.incoming(prefill, tables, NUM_TOKENS, first_blocks=(FIRST_BLOCK,))
+            reader.incoming(prefill, tables, NUM_TOKENS, first_tokens=(FIRST_TOKEN_MISSING,))
             for reader in decode
         )
         await early.pull()

@@ -102,6 +102,41 @@ async def test_what_decode_has_of_a_prompt_is_not_written_to(model, oracle, bloc
             assert bytes(rig.side.memory.block(block)) == content
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(("own_size", "block_size"), [(16, 4), (16, 12), (4, 16), (6, 4)])
+async def test_what_a_window_leaves_in_blocks_of_another_size_gives_the_same_tokens(
+    family, own_size, block_size
+):
+    """A window begins in the middle of blocks: of decode's, maybe before prefill's begins.
+
+    Pools are full of NaN. The second prompt of a pair would see more of the first one's blocks than
+    what follows that has seen: it may find only what came whole, which larger blocks bring.
+    """
+    reference, model = (make_model(family, SERVED[family]) for _ in range(2))
+    layout, prefill_layout = (layout_of(model, block_size=size) for size in (own_size, block_size))
+    assert layout.has_sliding_window
+    config = replace(
+        CONFIG,
+        layout=layout,
+        prefill_layout=prefill_layout,
+        num_blocks=400,
+        prefill_blocks=400,
+    )
+    async with worker_rig(
+        config,
+        model=paged(model, layout),
+        prefill_model=paged(model, prefill_layout),
+        transport=TCP.transport(),
+    ) as rig:
+        for length in range(33, 49):
+            prompt = prompt_of(length, length)
+            assert await ask(rig, reference, prompt) == "prefill-0"
+            await ask(rig, reference, (*prompt[:32], *prompt_of(1, 30)))
+        await rig.settled()
+        assert set(rig.receiver.stats().by_outcome) == {"landed"}
+        assert (rig.decode.stats()[0].prefix_hit_tokens > 0) == (block_size > own_size)
+
+
 def cached_blocks(cache) -> list[BlockId]:
     return sorted(cache._entries)
 

@@ -71,16 +71,16 @@ def test_each_field_alone_keeps_two_workers_apart(layout, data):
 
 @given(layout=layouts, theirs=FIELDS["block_size"], data=st.data())
 def test_block_sizes_keep_two_workers_apart_where_anything_else_differs(layout, theirs, data):
-    """Also where it is a sliding window of both, or which part of the heads a pool has."""
+    """Also where it is a sliding window, of one or of both, or which heads a pool has."""
     name = data.draw(st.sampled_from(["sliding_windows", "tp_rank", *sorted(set(FIELDS))]))
     windows = (8,) * layout.num_layers
-    changes = {"sliding_windows": windows, "tp_rank": 1}
+    changes = {"sliding_windows": (9,) * layout.num_layers, "tp_rank": 1}
     if name == "sliding_windows":
         layout = dataclasses.replace(layout, sliding_windows=windows)
     elif name == "tp_rank":
         layout = dataclasses.replace(layout, tp_size=2)
     elif name == "block_size":
-        changes["sliding_windows"], name = (9,) * layout.num_layers, "sliding_windows"
+        name = "sliding_windows"
     else:
         changes[name] = data.draw(FIELDS[name].filter(lambda v: v != getattr(layout, name)))
     other = dataclasses.replace(layout, block_size=layout.block_size + theirs)
@@ -88,6 +88,15 @@ def test_block_sizes_keep_two_workers_apart_where_anything_else_differs(layout, 
 
     with pytest.raises(LinkRefusedError, match=r" on prefill-0, .* on decode-0$"):
         check_compatible(peer(layout, "prefill-0"), peer(other, "decode-0"))
+
+
+@given(layout=layouts, theirs=FIELDS["block_size"], window=st.integers(2, 64))
+def test_block_sizes_keep_no_workers_apart_whose_layers_have_the_same_windows(
+    layout, theirs, window
+):
+    windowed = dataclasses.replace(layout, sliding_windows=(window,) * layout.num_layers)
+    other = dataclasses.replace(windowed, block_size=theirs)
+    check_compatible(peer(windowed, "prefill-0"), peer(other, "decode-0"))
 
 
 @given(layout=layouts, data=st.data())

@@ -15,6 +15,7 @@ from kv_transfer.landing import Repacked
 from kv_transfer.protocol import Fetch
 from kv_transfer.repack import BlockShape
 from kv_transfer.scratch import ScratchArena
+from kv_transfer.workspace import HostWorkspace
 from tests.fakes.block_memory import ByteMemory
 
 SPLITS = (1, 2, 4)
@@ -40,7 +41,7 @@ def layouts(draw):
     num_tokens = draw(st.integers(1, 40))
     own = rank(own_size, own_split, draw(st.integers(0, own_split - 1)))
     sources = [rank(source_size, source_split, number) for number in range(source_split)]
-    first_token = draw(st.integers(0, (num_tokens - 1) // own_size)) * own_size
+    first_token = draw(st.integers(0, num_tokens - 1))
     return sources, own, first_token, num_tokens, draw(st.integers(0, 2**32))
 
 
@@ -64,14 +65,22 @@ def head_of(memory, table, shape, token, layer, kind, head):
 
 
 def repack_one_by_one(sources, pools, tables, own, memory, table, first_token, num_tokens):
-    """The reference: for each head of ours, of whichever rank has it."""
+    """The reference: for each head of ours, of whichever rank has it.
+
+    Both sides have what they have from the block on that first_token is in; where a source has
+    nothing for the beginning of our block, there are zeros.
+    """
+    begin = first_token // own.block_size * own.block_size
+    brought = first_token // sources[0].block_size * sources[0].block_size
     places = product(
-        range(first_token, num_tokens), range(own.num_layers), range(2), range(own.num_heads)
+        range(begin, num_tokens), range(own.num_layers), range(2), range(own.num_heads)
     )
     for token, layer, kind, head in places:
         rank, there = divmod(own.first_head + head, sources[0].num_heads)
-        head_of(memory, table, own, token, layer, kind, head)[:] = head_of(
-            pools[rank], tables[rank], sources[rank], token, layer, kind, there
+        head_of(memory, table, own, token, layer, kind, head)[:] = (
+            head_of(pools[rank], tables[rank], sources[rank], token, layer, kind, there)
+            if token >= brought
+            else bytes(own.head_bytes)
         )
 
 
@@ -80,10 +89,11 @@ def repack(source, pool, source_table, own, memory, table, first_token, num_toke
     landing = Repacked(
         memory,
         table[first_token // own.block_size :],
-        ScratchArena(source.bytes_per_block, num_lots=1, blocks_per_lot=8),
+        ScratchArena(HostWorkspace().blocks(8, source.bytes_per_block), blocks_per_lot=8),
+        HostWorkspace(),
         source=source,
         own=own,
-        first_blocks=(first_token // own.block_size,),
+        first_tokens=(first_token,),
         num_tokens=num_tokens,
     )
     first = first_token // source.block_size

@@ -224,10 +224,19 @@ class Engine:
         return self._control(lambda: self._scheduler.cancel(sequence_id))
 
     def publish(
-        self, sequence_id: SequenceId, first_token: int, logprobs: TokenLogprobs | None = None
+        self,
+        sequence_id: SequenceId,
+        first_token: int,
+        logprobs: TokenLogprobs | None = None,
+        *,
+        first_tokens: tuple[int, ...] = (),
     ) -> bool:
         """See `Scheduler.publish`: decode from first_token; False if the sequence has ended."""
-        return self._control(lambda: self._scheduler.publish(sequence_id, first_token, logprobs))
+        return self._control(
+            lambda: self._scheduler.publish(
+                sequence_id, first_token, logprobs, first_tokens=first_tokens
+            )
+        )
 
     def prefill_here(self, sequence_id: SequenceId) -> bool:
         """See `Scheduler.prefill_here`; False if the sequence has ended."""

@@ -98,6 +98,8 @@ class PrefixSharing:
                 return
             sequence.block_tables = tuple(
                 self._store_block(table, chain, index, group)
+                if self._is_whole(sequence, index, group)
+                else table
                 for group, table in enumerate(sequence.block_tables)
             )
             sequence.num_stored_blocks += 1
@@ -128,12 +130,17 @@ class PrefixSharing:
             return True
         return self._pool.cache.block_of(parent) == sequence.block_tables[0].block(index - 1)
 
+    def _is_whole(self, sequence: Sequence, index: int, group: int) -> bool:
+        """Whether a full block is there, all of it: what arrives begins behind the window."""
+        if index < sequence.block_tables[group].start:
+            return False
+        first_token = sequence.first_tokens[group] if sequence.first_tokens else 0
+        return index * self._pool.block_size >= first_token
+
     def _store_block(
         self, table: BlockTable, chain: KeyChain, index: int, group: int
     ) -> BlockTable:
-        """Let one block be found, if it is in the table: what arrives begins behind the window."""
-        if index < table.start:
-            return table
+        """Let one block be found."""
         block_id = table.block(index)
         stored = self._pool.store(block_id, chain.keys[index], chain.parent(index), group=group)
         return table if stored == block_id else table.with_block(index, stored)

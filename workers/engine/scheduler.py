@@ -211,17 +211,24 @@ class Scheduler:
     # -- KV that comes from another worker ------------------------------------------------------
 
     def publish(
-        self, sequence_id: SequenceId, first_token: int, logprobs: TokenLogprobs | None = None
+        self,
+        sequence_id: SequenceId,
+        first_token: int,
+        logprobs: TokenLogprobs | None = None,
+        *,
+        first_tokens: tuple[int, ...] = (),
     ) -> bool:
         """The prompt's KV is in the blocks, proved intact: decode from first_token on.
 
-        False if the sequence has ended; the caller then owes the fence.
+        In each group that of the tokens from the one in `first_tokens` on; unless it is told, of
+        all that the blocks have place for. False if the sequence has ended; the caller then owes
+        the fence.
         """
         sequence = self._live_in(SequenceStatus.AWAITING_KV, sequence_id)
         if sequence is None:
             return False
         self._roster.start_decoding(sequence)
-        self._holdings.landed(sequence)
+        self._holdings.landed(sequence, first_tokens)
         self._progress.token_sampled(sequence, first_token, logprobs)
         self._roster.admit()
         return True

@@ -130,6 +130,9 @@ class Sequence:
     hits_aside: tuple[tuple[BlockId, ...], ...] = ()
     """By group, while KV is awaited: blocks of the prefix hit before the table, which nobody looks
     at once the KV has arrived, and which computing the prompt here begins with."""
+    first_tokens: tuple[int, ...] = ()
+    """By group, if KV has arrived: the first token that has any. That is maybe not the first one of
+    the table's first block, which is then of no use to others; empty where the tables say all."""
     num_used_blocks: int = 0
     """Leading blocks that hold KV, or held it before they were given up."""
     chain: KeyChain | None = None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.geometry import BlockId
+from kv_transfer.scratch import ScratchArenas
 from kv_transfer.transport import CorruptTransferError, LinkRefusedError
 from kv_transfer.transports import staged
 from kv_transfer.transports.cuda_device import CudaDevice
@@ -24,10 +27,12 @@ from kv_transfer.transports.device import (
     device_memory,
     fingerprint,
 )
+from kv_transfer.transports.device_workspace import DeviceWorkspace
 from kv_transfer.transports.staged import StagedTransport
 from tests.fakes.block_memory import ByteMemory, peer_info
 from tests.fakes.device import DeviceBytes, SharedHostDevice
 from tests.fakes.kv_link import PLACES, kv_link
+from tests.fakes.rank_link import rank_link
 from tests.fakes.stream_kinds import cuda_ipc_transport, tcp_transport
 
 _MASK = (1 << 64) - 1
@@ -229,15 +234,57 @@ def test_what_is_no_handle_is_refused(handle: bytes) -> None:
         FakeCuda("GPU-a").open(handle)
 
 
-async def test_blocks_of_another_size_are_refused_in_a_gpus_memory() -> None:
-    async with kv_link(cuda_ipc_transport()) as link:
-        key = link.offer()
-        link.peer = dataclasses.replace(
-            link.peer,
-            fingerprint="0" * 32,
-            block_size=2 * link.peer.block_size,
-            bytes_per_block=2 * link.peer.bytes_per_block,
-        )
+async def test_a_device_without_memory_to_repack_in_refuses_by_name() -> None:
+    class Full(SharedHostDevice):
+        def memory(self, num_bytes: int) -> torch.Tensor:
+            raise torch.OutOfMemoryError(f"tried to allocate {num_bytes} bytes")
 
-        with pytest.raises(LinkRefusedError, match="in cuda memory, where nothing is repacked"):
-            link.incoming(key)
+    scratch = ScratchArenas(DeviceWorkspace(Full()))
+    async with kv_link(cuda_ipc_transport(), own_size=8, scratch=scratch) as link:
+        with pytest.raises(LinkRefusedError, match="no memory on the device to repack"):
+            link.incoming(link.offer())
+
+
+class LateView:
+    """A block to which copies come when the device gets to it."""
+
+    def __init__(self, block: Any, asked: list[Callable[[], None]]) -> None:
+        self._block = block
+        self._asked = asked
+
+    def __getitem__(self, slices: Any) -> LateView:
+        return LateView(self._block[slices], self._asked)
+
+    def __setitem__(self, slices: Any, value: Any) -> None:
+        content = value._block if isinstance(value, LateView) else value
+        self._asked.append(lambda: self._block.__setitem__(slices, content))
+
+
+class LateWorkspace(DeviceWorkspace):
+    """Its device has done nothing before it is waited for."""
+
+    asked: ClassVar[list[Callable[[], None]]] = []
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        with super().apart():
+            yield
+            for copy in self.asked:
+                copy()
+            self.asked.clear()
+
+    def view(self, *arguments: Any) -> Any:
+        return LateView(super().view(*arguments), self.asked)
+
+
+@pytest.mark.parametrize("windows", [(), (None, 8)])
+async def test_what_is_repacked_on_a_device_is_there_before_it_counts(windows: Any) -> None:
+    transport = cuda_ipc_transport()
+    scratch = ScratchArenas(LateWorkspace(SharedHostDevice()))
+    async with rank_link(
+        transport, source_size=3, sliding_windows=windows, scratch=scratch
+    ) as link:
+        await link.incoming().pull()
+        assert link.has_arrived()
+        with pytest.raises(TypeError, match="no host address"):
+            scratch.of(link.owners[0].info.bytes_per_block).memory.block(BlockId(0))

@@ -183,4 +183,4 @@ async def test_closing_the_receiver_waits_for_the_fence_of_every_source():
 
 def test_there_is_no_gather_of_nothing():
     with pytest.raises(ValueError, match="needs a source"):
-        Gather([], num_tokens=1, clock=FakeClock())
+        Gather([], num_tokens=1, first_tokens=(0,), clock=FakeClock())

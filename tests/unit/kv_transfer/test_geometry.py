@@ -128,11 +128,12 @@ def test_a_short_sequence_needs_no_more_than_its_blocks():
     assert LAYOUT.sequence_blocks(1600, chunk_tokens=1) == 100
 
 
-def test_what_follows_a_prompt_sees_its_last_blocks_behind_a_window():
+def test_what_follows_a_prompt_sees_its_last_tokens_behind_a_window():
     layout = dataclasses.replace(LAYOUT, sliding_windows=(17, None) * 15)
-    assert layout.first_blocks(10) == (0, 0)
-    assert layout.first_blocks(31) == (0, 0)  # from token 15 on
-    assert layout.first_blocks(32) == (0, 1)
+    assert layout.first_tokens(10) == (0, 0)
+    assert layout.first_tokens(31) == (0, 15)
+    assert layout.first_tokens(31, num_found=14) == (14, 15)
+    assert layout.first_tokens(31, num_found=16) == (16, 16)
 
 
 def test_a_logical_block_names_its_group():

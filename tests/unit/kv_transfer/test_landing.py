@@ -11,21 +11,27 @@ from kv_transfer.landing import InPlace, Repacked
 from kv_transfer.protocol import Fetch
 from kv_transfer.repack import BlockShape
 from kv_transfer.scratch import ScratchArena
+from kv_transfer.workspace import HostWorkspace
 from tests.fakes.block_memory import ByteMemory, granted_blocks
 
 OWN = BlockShape(num_layers=1, block_size=4, num_heads=1, head_bytes=2)
 SOURCE = replace(OWN, block_size=2)
 
 
-def repacked(memory, placement, num_tokens, *, first_blocks=(0,), source=SOURCE, num_lots=1):
-    scratch = ScratchArena(source.bytes_per_block, num_lots=num_lots, blocks_per_lot=8)
+def arena_of(shape, *, num_lots=1):
+    memory = HostWorkspace().blocks(num_lots * 8, shape.bytes_per_block)
+    return ScratchArena(memory, blocks_per_lot=8)
+
+
+def repacked(memory, placement, num_tokens, *, first_tokens=(0,), source=SOURCE, arena=None):
     return Repacked(
         memory,
         placement,
-        scratch,
+        arena or arena_of(source),
+        HostWorkspace(),
         source=source,
         own=OWN,
-        first_blocks=first_blocks,
+        first_tokens=first_tokens,
         num_tokens=num_tokens,
     )
 
@@ -42,8 +48,9 @@ def test_blocks_of_our_shape_are_fetched_together_into_their_places():
 
 async def test_blocks_of_another_shape_are_fetched_as_many_at_a_time_as_were_lent():
     """However long the prompt is, scratch memory is bounded, and not another transfer's."""
-    landing = repacked(ByteMemory(9, OWN.bytes_per_block), list(range(9)), 36, num_lots=2)
-    others = await landing.memory.borrow()
+    arena = arena_of(SOURCE, num_lots=2)
+    landing = repacked(ByteMemory(9, OWN.bytes_per_block), list(range(9)), 36, arena=arena)
+    others = await arena.borrow()
     blocks = granted_blocks(36, 2, list(range(18)))
 
     await landing.ready()
@@ -57,17 +64,18 @@ async def test_blocks_of_another_shape_are_fetched_as_many_at_a_time_as_were_len
 
 
 async def test_a_transfer_is_lent_scratch_once_and_gives_it_back_once():
-    landing = repacked(ByteMemory(1, OWN.bytes_per_block), [BlockId(0)], 4)
+    arena = arena_of(SOURCE)
+    landing = repacked(ByteMemory(1, OWN.bytes_per_block), [BlockId(0)], 4, arena=arena)
     landing.fenced()  # nothing was fetched
-    assert landing.memory.free_lots == 1
+    assert arena.free_lots == 1
 
     for _ in range(2):
         await landing.ready()
-        assert landing.memory.free_lots == 0
+        assert arena.free_lots == 0
 
     for _ in range(2):
         landing.fenced()
-        assert landing.memory.free_lots == 1
+        assert arena.free_lots == 1
 
 
 async def test_nothing_is_in_its_place_before_it_is_placed():
@@ -89,7 +97,7 @@ async def test_each_group_has_its_own_first_block_and_its_own_places():
     """Two groups of one layer, the second with a window; ranks of two heads, ours has the first."""
     memory = ByteMemory(3, OWN.bytes_per_block)
     source = replace(OWN, num_heads=2)
-    landing = repacked(memory, [2, 0, 1], 8, first_blocks=(0, 1), source=source)
+    landing = repacked(memory, [2, 0, 1], 8, first_tokens=(0, 4), source=source)
     names = [logical_block(0, 0), logical_block(0, 1), logical_block(1, 1)]
     granted = [
         replace(block, logical=name)
@@ -103,6 +111,22 @@ async def test_each_group_has_its_own_first_block_and_its_own_places():
 
     first_bytes = [memory.block(BlockId(place))[:] for place in (2, 0, 1)]
     assert first_bytes == [bytes([number]) * OWN.bytes_per_block for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("first_token", "num_lacking"), [(8, 0), (9, 0), (10, 2), (11, 2)])
+async def test_what_no_source_has_behind_a_window_is_zero_and_nothing_else_is(
+    first_token, num_lacking
+):
+    """Our block of the tokens 8 to 11, from blocks of 2: what is before is not the source's."""
+    memory = ByteMemory(1, OWN.bytes_per_block)
+    memory.block(BlockId(0))[:] = b"\xee" * OWN.bytes_per_block
+    landing = repacked(memory, [BlockId(0)], 12, first_tokens=(first_token,))
+    assert set(memory.block(BlockId(0))) == {0xEE}
+
+    await landing.ready()
+
+    key = bytes(2 * num_lacking) + b"\xee" * 2 * (4 - num_lacking)
+    assert bytes(memory.block(BlockId(0))) == key + key
 
 
 @pytest.mark.parametrize("placement", [[0], [0, 0]])

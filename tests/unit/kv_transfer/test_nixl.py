@@ -392,7 +392,7 @@ async def test_repacked_transfers_share_one_agent_of_each_peer(monkeypatch):
         transfers = [link.incoming(link.offer(f"t{i}"), places_of(i)) for i in range(3)]
         await asyncio.gather(*(transfer.pull() for transfer in transfers))
         assert all(link.has_arrived(places_of(i)) for i in range(3))
-        assert begun == [link.arena]
+        assert begun == [link.arena.memory]
 
 
 @needs_nixl

@@ -10,6 +10,12 @@ from kv_transfer.geometry import BlockId
 from kv_transfer.scratch import ScratchArena, ScratchArenas
 from kv_transfer.transport import LinkRefusedError
 from kv_transfer.transports.nixl_agent import address_of
+from kv_transfer.workspace import HostWorkspace
+
+
+def lending(num_lots: int, *, of: int) -> ScratchArena:
+    """An arena of so many lots of so many blocks."""
+    return ScratchArena(HostWorkspace().blocks(num_lots * of, 8), blocks_per_lot=of)
 
 
 async def turn() -> None:
@@ -19,18 +25,18 @@ async def turn() -> None:
 
 
 async def test_no_block_is_lent_twice_before_it_was_given_back():
-    arena = ScratchArena(8, num_lots=3, blocks_per_lot=2)
+    arena = lending(3, of=2)
 
     lots = [await arena.borrow() for _ in range(3)]
 
-    assert sorted(block for lot in lots for block in lot) == list(range(arena.num_blocks))
+    assert sorted(block for lot in lots for block in lot) == list(range(arena.memory.num_blocks))
     assert arena.free_lots == 0
     arena.give_back(lots[1])
     assert await arena.borrow() == lots[1]
 
 
 async def test_who_finds_no_lot_waits_for_one_in_the_order_of_coming():
-    arena = ScratchArena(8, num_lots=1, blocks_per_lot=2)
+    arena = lending(1, of=2)
     lot = await arena.borrow()
     first, second = (asyncio.create_task(arena.borrow()) for _ in range(2))
     await turn()
@@ -46,7 +52,7 @@ async def test_who_finds_no_lot_waits_for_one_in_the_order_of_coming():
 
 
 async def test_who_comes_later_does_not_pass_who_waits():
-    arena = ScratchArena(8, num_lots=1, blocks_per_lot=2)
+    arena = lending(1, of=2)
     lot = await arena.borrow()
     waiting = asyncio.create_task(arena.borrow())
     await turn()
@@ -61,7 +67,7 @@ async def test_who_comes_later_does_not_pass_who_waits():
 
 
 async def test_when_the_last_lot_is_lost_nobody_waits_for_one():
-    arena = ScratchArena(8, num_lots=2, blocks_per_lot=2)
+    arena = lending(2, of=2)
     first, second = [await arena.borrow() for _ in range(2)]
     waiting = [asyncio.create_task(arena.borrow()) for _ in range(2)]
     await turn()
@@ -81,7 +87,7 @@ async def test_when_the_last_lot_is_lost_nobody_waits_for_one():
 
 
 async def test_who_gives_up_waiting_takes_no_lot_along():
-    arena = ScratchArena(8, num_lots=1, blocks_per_lot=2)
+    arena = lending(1, of=2)
     lot = await arena.borrow()
     waiting = asyncio.create_task(arena.borrow())
     await turn()
@@ -93,18 +99,18 @@ async def test_who_gives_up_waiting_takes_no_lot_along():
 
 def test_blocks_lie_side_by_side():
     """As NIXL registers them."""
-    arena = ScratchArena(8, num_lots=2, blocks_per_lot=2)
-    addresses = [address_of(arena.block(BlockId(block))) for block in range(4)]
+    arena = lending(2, of=2)
+    addresses = [address_of(arena.memory.block(BlockId(block))) for block in range(4)]
     assert addresses == [addresses[0] + 8 * block for block in range(4)]
-    assert [arena.block(BlockId(block)).nbytes for block in range(4)] == [8] * 4
+    assert [arena.memory.block(BlockId(block)).nbytes for block in range(4)] == [8] * 4
 
 
 def test_each_size_has_one_arena_for_good():
     arenas = ScratchArenas(lot_bytes=64, arena_bytes=256)
     small, large = arenas.of(10), arenas.of(100)
     assert arenas.of(10) is small
-    assert (small.free_lots, small.num_blocks) == (4, 24)
-    assert (large.free_lots, large.num_blocks) == (2, 2)
+    assert (small.free_lots, small.memory.num_blocks) == (4, 24)
+    assert (large.free_lots, large.memory.num_blocks) == (2, 2)
 
 
 def test_memory_is_bounded_and_what_is_beyond_is_refused():
@@ -113,7 +119,7 @@ def test_memory_is_bounded_and_what_is_beyond_is_refused():
         arenas.of(257)
     for size in (256, 7):
         arena = arenas.of(size)
-        assert arena.num_blocks * arena.bytes_per_block <= 256
+        assert arena.memory.num_blocks * arena.memory.bytes_per_block <= 256
     with pytest.raises(LinkRefusedError, match=r"9 bytes .* beside those of \[7, 256\]"):
         arenas.of(9)
     assert arenas.of(7).free_lots > 0

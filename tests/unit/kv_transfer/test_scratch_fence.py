@@ -50,7 +50,8 @@ async def test_scratch_of_a_cancelled_transfer_is_nobody_elses_before_its_fence(
         renewals = transport.renewals
         await until(lambda: transport.renewals > renewals + 2)  # its lease lasts while it waits
         assert link.arena.free_lots == 0
-        scratch = [link.arena.block(BlockId(i)) for i in range(link.arena.num_blocks)]
+        memory = link.arena.memory
+        scratch = [memory.block(BlockId(i)) for i in range(memory.num_blocks)]
         landed = [bytes(block) for block in scratch]
         for block in scratch:
             block[:] = bytes([LATE]) * block.nbytes

@@ -430,8 +430,8 @@ async def test_scratch_of_a_turn_that_is_cut_short_is_lent_when_its_group_is_abo
         await until(lambda: link.receiver.stats().active == 2)
         await turned(link.receiver._thread, link.sender._thread)
         assert link.arena.free_lots == 0
-        for block_id in range(link.arena.num_blocks):
-            block = link.arena.block(BlockId(block_id))
+        for block_id in range(link.arena.memory.num_blocks):
+            block = link.arena.memory.block(BlockId(block_id))
             assert not any(block)  # nobody has fetched into it
             block[:] = bytes([POISON]) * block.nbytes
 

@@ -133,9 +133,7 @@ def test_a_greeting_with_other_fields_or_types_is_corrupt(payload):
         wire.unpack_hello(payload)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("has_sliding_window", 1), ("tp_size", True), ("content_fingerprint", 0)]
-)
+@pytest.mark.parametrize(("field", "value"), [("tp_size", True), ("content_fingerprint", 0)])
 def test_a_greeting_with_a_value_of_another_type_is_corrupt(field, value):
     me = peer_info("decode-0", "d-1", bytes_per_block=96)
     with pytest.raises(CorruptTransferError):

@@ -54,7 +54,6 @@ def peer(worker_id: str, **changes: object) -> PeerInfo:
         "content_fingerprint": "c" * 32,
         "bytes_per_block": 1,
         "layers_per_block": 2,
-        "has_sliding_window": False,
         "tp_size": 1,
         "tp_rank": 0,
         "model_digest": "m",

@@ -189,6 +189,22 @@ def test_hit_aside_is_given_up_when_the_rest_has_arrived():
     assert hit(scheduler) == 40
 
 
+@pytest.mark.parametrize(
+    ("first_tokens", "num_found"), [((), 16), ((0, 8), 16), ((0, 9), 0), ((0, 11), 0)]
+)
+def test_block_of_which_only_the_end_has_arrived_is_found_by_nobody(first_tokens, num_found):
+    """As from blocks of another size; what follows the prompt sees from token 11 on."""
+    scheduler = make_scheduler(num_blocks=40, max_model_len=64, windows=MIXED, scope=SCOPE)
+    scheduler.submit(make_spec(0, prompt=16, max_tokens=9, mode=AWAIT_KV), 0.0)
+    scheduler.publish(ZERO, 100, first_tokens=first_tokens)
+    run_dry(scheduler)
+    scheduler.take_events()
+
+    scheduler.submit(make_spec(1, prompt=17), 0.0)
+
+    assert hit(scheduler) == num_found
+
+
 def test_prompt_whose_rest_did_not_arrive_is_computed_from_its_hit_on():
     scheduler = warm(21, windows=MIXED)
     scheduler.submit(make_spec(1, prompt=41, max_tokens=9, mode=AWAIT_KV), 0.0)
