@@ -62,13 +62,13 @@ class Mutant:
 
 
 PROOFS = (
-    Proof(properties=RELEASE, bounds=SMALL),
+    Proof(properties=RELEASE, bounds=RESTART),
+    Proof(properties=RELEASE, bounds=RETRY),
     Proof(properties=INVARIANTS, bounds=RETRY),
     Proof(properties=INVARIANTS, bounds=RESTART),
 )
 LARGE_PROOFS = (
-    Proof(properties=RELEASE, bounds=RETRY),
-    Proof(properties=RELEASE, bounds=RESTART),
+    Proof(properties=RELEASE, bounds=LARGE),
     Proof(properties=INVARIANTS, bounds=LARGE),
 )
 MUTANTS = (
