@@ -13,19 +13,19 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from configs.schema import Settings
-from deployments.channel.address import ChannelAddress
+from deployments.call_gate import CallGate
 from deployments.channel.server import ChannelServer
 from deployments.channel.stream import ChannelTimings
+from deployments.control_call import CHANNEL_ADDRESS, DRAIN, SNAPSHOT, ControlDoor
 from deployments.handles import PrefillPool
 from deployments.leaving import grace_of
-from deployments.metrics import WorkerSnapshot, loop_sample, sample
 from deployments.process import (
     at_own_address,
     deployment_secret,
     prepare_engine_process,
     spare_what_stays,
 )
-from deployments.worker_metrics import decode_samples
+from deployments.worker_metrics import decode_snapshot
 from workers.host import available_cores
 
 
@@ -43,7 +43,7 @@ class Decode:
         secret = deployment_secret(os.environ)
         context = serve.get_replica_context()
         self._grace_s = grace_of(context)
-        self._worker = await asyncio.to_thread(
+        self._worker = worker = await asyncio.to_thread(
             build_decode_worker,
             settings,
             worker_id=f"decode-{context.rank.rank}",
@@ -51,42 +51,35 @@ class Decode:
             secret=secret,
             prefill=PrefillPool(prefill, secret=secret) if prefill is not None else None,
         )
-        self._channel = ChannelServer(
-            service=self._worker,
+        self._channel = channel = ChannelServer(
+            service=worker,
             worker=context.replica_id.unique_id,
             secret=secret,
             timings=ChannelTimings(),
         )
-        await self._worker.start()
-        channel = settings.channel
-        self._address = await self._channel.start(channel.host, channel.port)
+        await worker.start()
+        address = await channel.start(settings.channel.host, settings.channel.port)
+        gate = CallGate(secret)
+        self._control = ControlDoor(
+            gate,
+            {
+                CHANNEL_ADDRESS: lambda: address,
+                SNAPSHOT: lambda: decode_snapshot(
+                    worker, num_strangers=channel.num_strangers + gate.num_strangers
+                ),
+                DRAIN: lambda timeout_s: worker.drain(timeout_s=timeout_s),
+            },
+        )
         spare_what_stays()
 
-    async def channel_address(self) -> ChannelAddress:
-        """Where Fronts find this worker."""
-        return self._address
-
-    async def snapshot(self) -> WorkerSnapshot:
-        """This worker's share of `/metrics`."""
-        return WorkerSnapshot(
-            worker_id=self._worker.me.worker_id,
-            role="decode",
-            runner=self._worker.runner_choice,
-            samples=(
-                *decode_samples(self._worker),
-                sample("baton_strangers_total", self._channel.num_strangers),
-                loop_sample(),
-            ),
-        )
+    async def control(self, message: object) -> bytes:
+        """See `ControlDoor.answer`; what comes may be anything that Serve can carry."""
+        return await self._control.answer(message)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve, for policies that scale by it: it sees no request of ours itself."""
         load = self._worker.load()
         return {"ongoing_requests": load.requests, "waiting_requests": load.waiting}
-
-    async def drain(self, timeout_s: float) -> None:
-        """See `DecodeWorker.drain`; every request ends with a reply before the service goes."""
-        await self._worker.drain(timeout_s=timeout_s)
 
     async def check_health(self) -> None:
         """Called by Serve, which replaces the replica when it raises."""

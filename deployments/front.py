@@ -14,9 +14,18 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from configs.schema import Settings
+from deployments.call_gate import CallGate
 from deployments.channel.address import ChannelAddress
 from deployments.channel.pool import ChannelPool
 from deployments.channel.stream import ChannelTimings
+from deployments.control_call import (
+    CHANNEL_ADDRESS,
+    END_ALL,
+    SNAPSHOT,
+    STOP_RESUMING,
+    ControlCall,
+    ControlDoor,
+)
 from deployments.front_service import FrontService, FrontSettings, Sources
 from deployments.handles import ask_all
 from deployments.http_app import build_app
@@ -25,6 +34,7 @@ from deployments.process import deployment_secret, log_to_stderr, spare_what_sta
 from deployments.resume import ResumeConfig, ResumingBackend
 from deployments.served_model import read_served_model
 from deployments.version import installed_version
+from kv_transfer.authentication import Secret
 from router.agent_step import AgentStep
 from router.fixed import FixedPolicy
 from router.policy import Decision, Policy, drive
@@ -53,21 +63,22 @@ class Front:
     ) -> None:
         log_to_stderr()
         context = serve.get_replica_context()
-        self._front_id = f"front-{context.rank.rank}"
-        self._workers = [handle for handle in (decode, prefill) if handle is not None]
-        self._fronts: DeploymentHandle | None = None
+        front_id = f"front-{context.rank.rank}"
+        peers = [handle for handle in (decode, prefill) if handle is not None]
         if settings.http.front_replicas > 1:
-            self._fronts = serve.get_deployment_handle(context.deployment, context.app_name)
-        metrics = FrontMetrics(self._front_id)
+            peers.append(serve.get_deployment_handle(context.deployment, context.app_name))
+        secret = deployment_secret(os.environ)
+        gate = CallGate(secret)
+        metrics = FrontMetrics(front_id, num_strangers=lambda: gate.num_strangers)
         self._pool = ChannelPool(
             me=context.replica_id.unique_id,
-            find=partial(_decode_addresses, decode),
-            secret=deployment_secret(os.environ),
+            find=partial(_addresses, decode, secret=secret),
+            secret=secret,
             timings=ChannelTimings(silence_s=settings.decode.silence_s),
             rng=random.Random(),
             clock=time.monotonic,
         )
-        self._backend = ResumingBackend(
+        backend = ResumingBackend(
             self._pool,
             ResumeConfig(silence_s=settings.decode.silence_s),
             clock=time.monotonic,
@@ -75,7 +86,7 @@ class Front:
         )
         self._service = FrontService(
             models=[read_served_model(settings, os.environ)],
-            backends={_LOCAL_POOL: self._backend},
+            backends={_LOCAL_POOL: backend},
             policy=Routing(FixedPolicy(_LOCAL_POOL)),
             settings=FrontSettings(
                 version=installed_version(),
@@ -87,7 +98,15 @@ class Front:
             ),
             metrics=metrics,
             sources=Sources(clock=time.monotonic, wall_clock=time.time, rng=random.SystemRandom()),
-            peer_snapshots=self._peer_snapshots,
+            peer_snapshots=partial(_snapshots, peers, but=front_id, secret=secret),
+        )
+        self._control = ControlDoor(
+            gate,
+            {
+                SNAPSHOT: self._service.snapshot,
+                STOP_RESUMING: backend.stop_resuming,
+                END_ALL: backend.end_all,
+            },
         )
         self._pool.start()
 
@@ -97,37 +116,38 @@ class Front:
         spare_what_stays()
         return app
 
-    async def snapshot(self) -> WorkerSnapshot:
-        """This Front's share of `/metrics`, for the other Fronts."""
-        return self._service.snapshot()
+    async def control(self, message: object) -> bytes:
+        """See `ControlDoor.answer`; what comes may be anything that Serve can carry."""
+        return await self._control.answer(message)
 
     async def check_health(self) -> None:
         """Called by Serve, which replaces the replica when it raises."""
         if not self._pool.is_watching:
             raise RuntimeError("Front has stopped looking for workers")
 
-    async def stop_resuming(self) -> None:
-        """The service stops: see `ResumingBackend.stop_resuming`."""
-        self._backend.stop_resuming()
-
-    async def end_all(self) -> None:
-        """The service has stopped: see `ResumingBackend.end_all`."""
-        self._backend.end_all()
-
     async def __del__(self) -> None:
         """Called by Serve when the replica is told to go, after its last request."""
         await self._pool.close()
 
-    async def _peer_snapshots(self) -> Sequence[WorkerSnapshot]:
-        """All workers and the other Fronts, asked anew at each scrape."""
-        handles = [*self._workers, *([self._fronts] if self._fronts is not None else [])]
-        answers = await asyncio.gather(
-            *(ask_all(handle, "snapshot", timeout_s=_ASK_TIMEOUT_S) for handle in handles)
+
+# Not methods of Front: Serve calls any of those by its name, for whoever has Ray's token.
+
+
+async def _snapshots(
+    peers: Sequence[DeploymentHandle], *, but: str, secret: Secret
+) -> Sequence[WorkerSnapshot]:
+    """All workers and the other Fronts, asked anew at each scrape, `but` this Front."""
+    answers = await asyncio.gather(
+        *(
+            ask_all(handle, ControlCall(secret, SNAPSHOT), timeout_s=_ASK_TIMEOUT_S)
+            for handle in peers
         )
-        snapshots: list[WorkerSnapshot] = [snapshot for some in answers for snapshot in some]
-        return [snapshot for snapshot in snapshots if snapshot.worker_id != self._front_id]
+    )
+    snapshots = [snapshot for said in answers for snapshot in said.values()]
+    return [snapshot for snapshot in snapshots if snapshot.worker_id != but]
 
 
-async def _decode_addresses(decode: DeploymentHandle) -> Sequence[ChannelAddress]:
+async def _addresses(decode: DeploymentHandle, *, secret: Secret) -> Sequence[ChannelAddress]:
     """Where the decode workers that Serve knows of take channels."""
-    return await ask_all(decode, "channel_address", timeout_s=_ASK_TIMEOUT_S)
+    call = ControlCall(secret, CHANNEL_ADDRESS)
+    return list((await ask_all(decode, call, timeout_s=_ASK_TIMEOUT_S)).values())

@@ -7,24 +7,35 @@ iterating is turned into a cancelled call on the other side.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from grpc import RpcError
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from deployments.control_call import CONTROL, ControlCall
 from deployments.prefill_call import PrefillCall
 from kv_transfer.authentication import Secret
 from kv_transfer.transport import PeerLostError
 from workers.messages import PrefillEvent, PrefillRequest
 
-_PLAIN_PICKLE = "pickle"
-"""Of bytes: the C pickler does, where Serve's default goes through Python."""
-_BYTES_AS_THEY_ARE = "noop"
-"""Whoever answers, Serve unpickles nothing of it here."""
+AnswerT = TypeVar("AnswerT")
+
+_BYTES: Mapping[str, Any] = MappingProxyType(
+    {
+        # Of bytes: the C pickler does, where Serve's default goes through Python.
+        "request_serialization": "pickle",
+        # Whoever answers, Serve unpickles nothing of it here.
+        "response_serialization": "noop",
+        # Over Serve's gRPC, whatever a variable says: else Ray pickles both.
+        "_by_reference": False,
+    }
+)
+"""How a method is called that takes bytes and answers with bytes."""
 _LOST = (RayError, RayServeException, RpcError, RuntimeError, TypeError, ValueError)
 """What Serve raises of a call that fails. gRPC's stands for any exception on the replica, which has
 no form in plain bytes; the last three are Serve's where what answers is no replica of Serve."""
@@ -37,12 +48,7 @@ async def stream_call(
 
     A call that fails, for whatever reason, is a `PeerLostError`.
     """
-    streaming = handle.options(
-        stream=True,
-        request_serialization=_PLAIN_PICKLE,
-        response_serialization=_BYTES_AS_THEY_ARE,
-        _by_reference=False,  # over Serve's gRPC, whatever a variable says: else Ray pickles them
-    )
+    streaming = handle.options(stream=True, **_BYTES)
     response = getattr(streaming, method).remote(message)
     items = aiter(response)
     finished = False
@@ -81,11 +87,20 @@ class PrefillPool:
                 yield call.open(answer)
 
 
-async def ask_all(handle: DeploymentHandle, method: str, *, timeout_s: float) -> list[Any]:
-    """Answers of every live replica, without those that fail or are late."""
+async def ask_all(
+    handle: DeploymentHandle, call: ControlCall[AnswerT], *, timeout_s: float
+) -> dict[str, AnswerT]:
+    """What every live replica says that knows the secret, by its process, in time."""
+    return call.open_all(await call_all(handle, CONTROL, call.message, timeout_s=timeout_s))
+
+
+async def call_all(
+    handle: DeploymentHandle, method: str, message: bytes, *, timeout_s: float
+) -> list[object]:
+    """What every live replica answers in bytes, without those that fail or are late."""
     # Serve's own way of waiting gives nothing if one replica is late: one that hangs would hide
     # all others.
-    answers = handle.broadcast(method)
+    answers = handle.options(**_BYTES).broadcast(method, message)
     try:
         async with asyncio.timeout(timeout_s):
             replies = await answers._fetch_replica_results_async()

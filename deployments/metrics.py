@@ -7,7 +7,7 @@ writes all of them with `worker` and `role` labels, so that one scrape of one Fr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -190,7 +190,8 @@ _WORKERS = (
     _counter(
         "baton_strangers_total",
         "Connections and calls of those who had not proved to know the deployment's secret: for KV "
-        "and for a prompt on prefill workers, for tokens on decode workers.",
+        "and for a prompt on prefill workers, for tokens on decode workers, and on these and on "
+        "Fronts for whatever else our processes ask each other.",
     ),
     _counter("baton_leases_ended_total", "Leases ended, by reason; `expired` is one.", "reason"),
     _counter("baton_lease_renewals_total", "Renewals of leases."),
@@ -275,8 +276,10 @@ class _Snapshots(Collector):
 class FrontMetrics:
     """What one Front process counts."""
 
-    def __init__(self, front_id: str) -> None:
+    def __init__(self, front_id: str, *, num_strangers: Callable[[], int] = lambda: 0) -> None:
+        """`num_strangers` tells how many calls this process has refused as a stranger's."""
         self._front_id = front_id
+        self._num_strangers = num_strangers
         self._registry = CollectorRegistry()
         self._requests = Counter(**self._arguments("baton_requests_total"))
         self._in_flight = Gauge(**self._arguments("baton_requests_in_flight"))
@@ -325,7 +328,8 @@ class FrontMetrics:
             for item in family.samples
             if item.name in _FAMILY_OF_SAMPLE  # the client adds the time of creation
         )
-        return WorkerSnapshot(worker_id=self._front_id, role="front", samples=samples)
+        strangers = sample("baton_strangers_total", self._num_strangers())
+        return WorkerSnapshot(worker_id=self._front_id, role="front", samples=(*samples, strangers))
 
     def _make_histogram(self, name: str) -> Histogram:
         return Histogram(**self._arguments(name), buckets=METRICS[name].buckets)

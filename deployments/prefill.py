@@ -14,8 +14,9 @@ from contextlib import aclosing
 from ray import serve
 
 from configs.schema import Settings
+from deployments.call_gate import CallGate
+from deployments.control_call import SNAPSHOT, ControlDoor
 from deployments.leaving import grace_of, when_told_to_go
-from deployments.metrics import WorkerSnapshot, loop_sample
 from deployments.prefill_call import PrefillDoor
 from deployments.process import (
     at_own_address,
@@ -23,7 +24,7 @@ from deployments.process import (
     prepare_engine_process,
     spare_what_stays,
 )
-from deployments.worker_metrics import prefill_samples
+from deployments.worker_metrics import prefill_snapshot
 from workers.host import available_cores
 
 
@@ -39,15 +40,20 @@ class Prefill:
         self._grace_s = grace_of(context)
         self._leaving: asyncio.Task[None] | None = None
         secret = deployment_secret(os.environ)
-        self._worker = await asyncio.to_thread(
+        self._worker = worker = await asyncio.to_thread(
             build_prefill_worker,
             at_own_address(settings, os.environ),
             worker_id=f"prefill-{context.rank.rank}",
             environ=os.environ,
             secret=secret,
         )
-        self._door = PrefillDoor(self._worker.prefill, secret=secret)
-        await self._worker.start()
+        gate = CallGate(secret)
+        self._door = PrefillDoor(worker.prefill, gate=gate)
+        self._control = ControlDoor(
+            gate,
+            {SNAPSHOT: lambda: prefill_snapshot(worker, num_strangers=gate.num_strangers)},
+        )
+        await worker.start()
         when_told_to_go(self._leave)
         spare_what_stays()
 
@@ -57,17 +63,9 @@ class Prefill:
             async for answer in answers:
                 yield answer
 
-    async def snapshot(self) -> WorkerSnapshot:
-        """This worker's share of `/metrics`."""
-        return WorkerSnapshot(
-            worker_id=self._worker.me.worker_id,
-            role="prefill",
-            runner=self._worker.runner_choice,
-            samples=(
-                *prefill_samples(self._worker, stranger_calls=self._door.num_strangers),
-                loop_sample(),
-            ),
-        )
+    async def control(self, message: object) -> bytes:
+        """See `ControlDoor.answer`."""
+        return await self._control.answer(message)
 
     async def check_health(self) -> None:
         """Called by Serve, which replaces the replica when it raises."""

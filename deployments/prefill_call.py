@@ -7,7 +7,6 @@ they say values and never what to call, and are checked against their types.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Final, Literal
@@ -15,9 +14,10 @@ from typing import Final, Literal
 import msgspec
 import msgspec.msgpack
 
+from deployments.call_gate import OTHER_VERSION, CallGate
 from kv_transfer.authentication import Purpose, Secret
-from kv_transfer.sealing import REFUSAL, OpenedCall, SealedCall
-from kv_transfer.transport import LinkRefusedError, NotAuthenticatedError
+from kv_transfer.sealing import REFUSAL, SealedCall
+from kv_transfer.transport import LinkRefusedError
 from workers.messages import (
     FailureCode,
     PrefillAccepted,
@@ -29,8 +29,6 @@ from workers.messages import (
 
 __all__ = ["PrefillCall", "PrefillDoor"]
 
-logger = logging.getLogger(__name__)
-
 _EVENT_TYPES: Final[tuple[type[PrefillEvent], ...]] = (
     PrefillAccepted,
     PrefillEnded,
@@ -38,7 +36,6 @@ _EVENT_TYPES: Final[tuple[type[PrefillEvent], ...]] = (
 )
 _WireEvent = tuple[Literal[0, 1, 2], msgspec.Raw]
 """An answer's body: the place of its type in _EVENT_TYPES, and what it says."""
-_OTHER_VERSION = "it does not speak this version of Baton"
 
 
 class PrefillCall:
@@ -59,36 +56,27 @@ class PrefillCall:
             kind, event = msgspec.msgpack.decode(body, type=_WireEvent)
             decoded = msgspec.msgpack.decode(event, type=_EVENT_TYPES[kind])
         except msgspec.MsgspecError as error:
-            raise LinkRefusedError(f"a prefill worker answered: {_OTHER_VERSION}") from error
+            raise LinkRefusedError(f"a prefill worker answered: {OTHER_VERSION}") from error
         return decoded
 
 
 class PrefillDoor:
-    """Lets calls of this deployment in to a prefill worker, and counts the others."""
+    """Has a prefill worker answer the calls of this deployment, and nobody else's."""
 
     def __init__(
         self,
         prefill: Callable[[PrefillRequest], AsyncGenerator[PrefillEvent, None]],
         *,
-        secret: Secret,
+        gate: CallGate,
     ) -> None:
         """`prefill` is `PrefillWorker.prefill`."""
         self._prefill = prefill
-        self._secret = secret
-        self._num_strangers = 0
-
-    @property
-    def num_strangers(self) -> int:
-        """Calls so far that were not sealed with the secret."""
-        return self._num_strangers
+        self._gate = gate
 
     async def prefill(self, message: object) -> AsyncGenerator[bytes, None]:
         """The worker's answers, sealed; to a stranger `REFUSAL`, and the worker hears nothing."""
-        try:
-            call = OpenedCall(self._secret, Purpose.PREFILL_CALL, message)
-        except NotAuthenticatedError as error:
-            self._num_strangers += 1
-            logger.warning("prefill call refused reason=%s", error)
+        call = self._gate.open(Purpose.PREFILL_CALL, message)
+        if call is None:
             yield REFUSAL
             return
         async with aclosing(self._answers(call.body)) as events:
@@ -106,4 +94,4 @@ class PrefillDoor:
 
 async def _refuse_another_version() -> AsyncGenerator[PrefillEvent, None]:
     """The secret is ours, what is said with it is not understood."""
-    yield PrefillRefused(code=FailureCode.INTERNAL, message=f"decode worker: {_OTHER_VERSION}")
+    yield PrefillRefused(code=FailureCode.INTERNAL, message=f"decode worker: {OTHER_VERSION}")

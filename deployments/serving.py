@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -16,8 +17,18 @@ import httpx
 from configs.schema import Settings
 from deployments.cluster.errors import ClusterError
 from deployments.cluster.local import LocalCluster
+from deployments.control_call import (
+    CONTROL,
+    DRAIN,
+    END_ALL,
+    INTRODUCE,
+    STOP_RESUMING,
+    ControlCall,
+    Method,
+)
 from deployments.secret import read_secret
 from deployments.terminal.check import plan_for_host
+from kv_transfer.authentication import Secret
 from workers.checks import enforce
 from workers.models.store import default_cache_dir
 
@@ -34,6 +45,7 @@ _DRAIN_S = 5.0
 """What is still running after it ends with an error that its client sees."""
 _DRAIN_MARGIN_S = 5.0
 _FRONT_TIMEOUT_S = 2.0
+_INTRODUCE_TIMEOUT_S = 2.0
 _LAST_REPLIES_S = 0.3
 """From Front's last word to the clients: HAProxy passes it on in milliseconds."""
 
@@ -45,7 +57,7 @@ def serve(settings: Settings) -> None:
     `ClusterError` where Ray or a deployment does not come up.
     """
     started = time.monotonic()
-    secret = read_secret(os.environ)
+    secret = read_secret(os.environ) or Secret.fresh()
     plan = plan_for_host(settings, os.environ)
     enforce(plan.checks)
     workers = " + ".join(
@@ -58,7 +70,7 @@ def serve(settings: Settings) -> None:
         LocalCluster(
             directory, host=settings.http.host, port=settings.http.port, secret=secret
         ) as cluster,
-        _draining(cluster),
+        _draining(cluster, secret),
     ):
         build = importlib.import_module("deployments.app").build  # imports ray, as the cluster did
         application = build({"settings": settings.model_dump(mode="json")})
@@ -88,7 +100,7 @@ def _wait_until_ready(url: str) -> None:
 
 
 @contextlib.contextmanager
-def _draining(cluster: LocalCluster) -> Iterator[None]:
+def _draining(cluster: LocalCluster, secret: Secret) -> Iterator[None]:
     """At the end, have every request end with a reply, while there is a way back for it."""
     try:
         yield
@@ -96,7 +108,7 @@ def _draining(cluster: LocalCluster) -> Iterator[None]:
         running = _running(cluster)
         if "Front" in running:
             _say(f"Stopping; running requests have {_DRAIN_S:g} s to finish ...")
-            _drain(cluster, has_workers="Decode" in running)
+            _drain(cluster, secret, has_workers="Decode" in running)
 
 
 def _running(cluster: LocalCluster) -> frozenset[str]:
@@ -105,29 +117,45 @@ def _running(cluster: LocalCluster) -> frozenset[str]:
     return frozenset(item.name for item in deployments if item.num_running)
 
 
-def _drain(cluster: LocalCluster, *, has_workers: bool) -> None:
+def _drain(cluster: LocalCluster, secret: Secret, *, has_workers: bool) -> None:
     """Fronts first: to one that knows nothing, a worker that stops is one to wait for again.
 
     And Fronts last: what has no worker, or one that does not drain, hears of nobody else.
     """
-    _ask_all(cluster, "Front", "stop_resuming", timeout_s=_FRONT_TIMEOUT_S)
+    fronts, workers = (_Deployment(cluster, name, secret) for name in ("Front", "Decode"))
+    fronts.tell(STOP_RESUMING, timeout_s=_FRONT_TIMEOUT_S)
     if has_workers:
-        timeout_s = _DRAIN_S + _DRAIN_MARGIN_S
-        _ask_all(cluster, "Decode", "drain", _DRAIN_S, timeout_s=timeout_s)
-    _ask_all(cluster, "Front", "end_all", timeout_s=_FRONT_TIMEOUT_S)
+        workers.tell(DRAIN, _DRAIN_S, timeout_s=_DRAIN_S + _DRAIN_MARGIN_S)
+    fronts.tell(END_ALL, timeout_s=_FRONT_TIMEOUT_S)
     time.sleep(_LAST_REPLIES_S)
 
 
-def _ask_all(
-    cluster: LocalCluster, deployment: str, method: str, *arguments: float, timeout_s: float
-) -> None:
-    try:
-        answers = cluster.ask_all(APP_NAME, deployment, method, *arguments, timeout_s=timeout_s)
-    except Exception as error:  # noqa: BLE001  # no failure may keep the service from stopping
-        answers = [error]
-    for answer in answers:
-        if isinstance(answer, Exception):
-            logger.warning("%s.%s failed error=%r", deployment, method, answer)
+@dataclass(frozen=True, slots=True)
+class _Deployment:
+    """All replicas of one deployment."""
+
+    cluster: LocalCluster
+    name: str
+    secret: Secret
+
+    def tell(self, method: Method[None], *arguments: float, timeout_s: float) -> None:
+        """Have all that know the secret do something; what fails is logged."""
+        try:
+            present = self._ask(ControlCall(self.secret, INTRODUCE), _INTRODUCE_TIMEOUT_S)
+            call = ControlCall(self.secret, method, *arguments, meant_for=present.keys())
+            done = self._ask(call, timeout_s)
+        except Exception as error:  # noqa: BLE001  # no failure may keep the service from stopping
+            logger.warning("%s.%s failed error=%r", self.name, method.name, error)
+            return
+        if not present or done.keys() != present.keys():
+            numbers = (len(done), len(present))
+            logger.warning("%s.%s done by %d of %d replicas", self.name, method.name, *numbers)
+
+    def _ask(self, call: ControlCall[None], timeout_s: float) -> dict[str, None]:
+        answers = self.cluster.ask_all(
+            APP_NAME, self.name, CONTROL, call.message, timeout_s=timeout_s
+        )
+        return call.open_all(answers)
 
 
 def _welcome(url: str, model: str, seconds: float) -> str:

@@ -1,11 +1,11 @@
-"""Workers' stats as samples of the metrics in `deployments.metrics`."""
+"""Workers' stats as samples of the metrics in `deployments.metrics`, and all that they show."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 
-from deployments.metrics import Sample, sample
+from deployments.metrics import Sample, WorkerSnapshot, loop_sample, sample
 from kv_transfer.durations import DurationCounts
 from kv_transfer.receiver_stats import ReceiverStats
 from kv_transfer.sender import SenderStats
@@ -16,19 +16,38 @@ from workers.prefill import PrefillWorker
 from workers.runner_choice import RunnerChoice
 
 
-def prefill_samples(worker: PrefillWorker, *, stranger_calls: int) -> tuple[Sample, ...]:
-    """All samples of a prefill worker, which has refused so many calls as a stranger's."""
+def prefill_snapshot(worker: PrefillWorker, *, num_strangers: int) -> WorkerSnapshot:
+    """A prefill worker's share of `/metrics`; its process has refused so many calls."""
     engine, sender = worker.stats()
-    strangers = sample("baton_strangers_total", sender.strangers + stranger_calls)
-    return (_runner(worker.runner_choice), *_engine(engine), *_sender(sender), strangers)
+    samples = (*_engine(engine), *_sender(sender))
+    return _snapshot(worker, "prefill", samples, sender.strangers + num_strangers)
 
 
-def decode_samples(worker: DecodeWorker) -> tuple[Sample, ...]:
-    """All samples of a decode worker."""
+def decode_snapshot(worker: DecodeWorker, *, num_strangers: int) -> WorkerSnapshot:
+    """A decode worker's share; its process has refused so many connections and calls."""
     engine, receiver, handoff = worker.stats()
     transfers = _receiver(receiver) if receiver is not None else ()
-    runner = _runner(worker.runner_choice)
-    return (runner, *_engine(engine), *transfers, *_handoff(handoff))
+    samples = (*_engine(engine), *transfers, *_handoff(handoff))
+    return _snapshot(worker, "decode", samples, num_strangers)
+
+
+def _snapshot(
+    worker: PrefillWorker | DecodeWorker,
+    role: str,
+    samples: tuple[Sample, ...],
+    num_strangers: int,
+) -> WorkerSnapshot:
+    return WorkerSnapshot(
+        worker_id=worker.me.worker_id,
+        role=role,
+        runner=worker.runner_choice,
+        samples=(
+            _runner(worker.runner_choice),
+            *samples,
+            sample("baton_strangers_total", num_strangers),
+            loop_sample(),
+        ),
+    )
 
 
 def _runner(choice: RunnerChoice) -> Sample:

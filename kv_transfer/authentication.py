@@ -92,6 +92,8 @@ class Purpose(Enum):
     """Front and decode worker."""
     PREFILL_CALL = b"prefill call"
     """Decode and prefill worker, for one prompt (`kv_transfer.sealing`)."""
+    CONTROL_CALL = b"control call"
+    """Any two of a deployment's processes, to ask or tell something else (as the one before)."""
 
 
 class _Role(Enum):

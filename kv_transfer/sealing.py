@@ -8,7 +8,8 @@ For a call that rides on a connection which is not ours and says nothing of who 
 The nonce is fresh and 256 bits long, so that no two calls have one MAC. An answer's MAC covers that
 of the answer before it, and the first one's that of the call: an answer to another call, one that
 comes twice, too early or after one that was left out does not open, and of two answerers to one
-call only the one whose first answer came first is heard. Callers and answerers have keys of their
+call only the one whose first answer came first is heard (who calls many hears each by a copy of the
+call). Callers and answerers have keys of their
 own, as do the purposes, so that nothing that one of them sealed is worth anything in the other
 direction. All is checked over the bytes as they came; nobody looks into a body before.
 
@@ -93,6 +94,8 @@ class OpenedCall:
             raise NotAuthenticatedError("who calls does not know the deployment's secret")
         self._answerer_key = secret.key(purpose.value, _ANSWERER)
         self._last_mac = mac
+        self.message: Final = _PREAMBLE + sealed
+        """What came: no other call has these bytes."""
         self.body: Final = body
         """What the caller says."""
 

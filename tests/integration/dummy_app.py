@@ -29,8 +29,8 @@ class Counter:
         if fails:
             raise ValueError("the dummy was told to fail")
 
-    async def highest(self, *numbers: int) -> int:
-        return max(numbers)
+    async def highest(self, numbers: bytes) -> bytes:
+        return bytes([max(numbers)])
 
     async def count(self, end: int) -> AsyncIterator[str]:
         for number in range(end):
@@ -74,7 +74,8 @@ def main(directory: str, port: str, first: str = "") -> None:
         else:
             cluster.run("dummy", build({}), timeout_s=120)
         answers = [
-            cluster.ask_all("dummy", "Counter", "highest", 1, end, timeout_s=10) for end in (2, 3)
+            cluster.ask_all("dummy", "Counter", "highest", bytes([1, end]), timeout_s=10)
+            for end in (2, 3)
         ]
         print(f"answers: {answers}", flush=True)
         print(f"ready: {cluster.status().is_ready} {cluster.url}", flush=True)

@@ -129,7 +129,7 @@ def test_failed_deploy_is_told_in_a_sentence(first: Served) -> None:
 
 
 def test_every_replica_answers_each_time_it_is_asked(first: Served) -> None:
-    assert "answers: [[2], [3]]" in first.output
+    assert r"answers: [[b'\x02'], [b'\x03']]" in first.output
 
 
 def test_nothing_listens_beyond_loopback(first: Served) -> None:

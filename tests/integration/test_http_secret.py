@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -16,6 +17,7 @@ from deployments.secret import SECRET_VARIABLE
 from kv_transfer.authentication import MIN_SECRET_BYTES
 from kv_transfer.sealing import REFUSAL
 from tests.fakes.certificates import Authority
+from tests.integration.plain_caller import CONTROL_CALLS, NUM_FORMS
 from tests.tools.baton_server import MODEL, BatonServer
 
 pytestmark = [pytest.mark.ray, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -61,37 +63,49 @@ def test_workers_share_a_fresh_secret_that_nobody_is_shown(baton_server: BatonSe
         assert files_with(secret.encode(), written) == []
 
 
-def test_a_prefill_worker_computes_nothing_for_who_has_ray_s_token_alone(
-    baton_server: BatonServer,
-) -> None:
+def calls_of_who_has_ray_s_token_alone(server: BatonServer) -> dict[str, Any]:
     """The caller is a process of its own, so that this one's Ray stays that of other tests."""
-    text = complete(baton_server)
-    before = baton_server.wait_until_idle()
-
     called = subprocess.run(
-        [sys.executable, "-m", "tests.integration.plain_caller", baton_server.ray_address],
+        [sys.executable, "-m", "tests.integration.plain_caller", server.ray_address],
         cwd=ROOT,
         env={
             **os.environ,
             "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(baton_server.ray_token),
+            "RAY_AUTH_TOKEN_PATH": str(server.ray_token),
         },
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-
     assert called.returncode == 0, called.stderr
-    assert json.loads(called.stdout.splitlines()[-1]) == 3 * [[repr(REFUSAL)]]
+    said: dict[str, Any] = json.loads(called.stdout.splitlines()[-1])
+    return said
+
+
+def test_no_process_does_or_tells_anything_for_who_has_ray_s_token_alone(
+    baton_server: BatonServer,
+) -> None:
+    """No prompt, no metrics, no address; nothing drains, and no request ends."""
+    text = complete(baton_server)
+    before = baton_server.wait_until_idle()
+
+    said = calls_of_who_has_ray_s_token_alone(baton_server)
+
+    assert said["prompt"] == NUM_FORMS * [[repr(REFUSAL)]]
+    assert len(said["control"]) == sum(map(len, CONTROL_CALLS.values()))
+    for call, answers in said["control"].items():
+        assert answers == NUM_FORMS * [repr(REFUSAL)], call
+    for call, answer in said["by_name"].items():
+        assert "that does not exist" in answer, call
     after = baton_server.wait_until_idle()
-    for name, count in (
-        ("baton_strangers_total", 3),
-        ("baton_leases_opened_total", 0),
-        ("baton_computed_prompt_tokens_total", 0),
-    ):
-        labels = {"role": "prefill"}
-        assert after.value(name, **labels) - before.value(name, **labels) == count, name
+    refused = {role.lower(): NUM_FORMS * len(methods) for role, methods in CONTROL_CALLS.items()}
+    refused["prefill"] += NUM_FORMS
+    strangers = "baton_strangers_total"
+    for role, count in refused.items():
+        assert after.value(strangers, role=role) - before.value(strangers, role=role) == count, role
+    for name in ("baton_leases_opened_total", "baton_computed_prompt_tokens_total"):
+        assert after.value(name, role="prefill") == before.value(name, role="prefill"), name
     assert complete(baton_server) == text
     last = baton_server.wait_until_idle()
     failures = "baton_handoff_failures_total"  # of other tests, on this server, there may be some

@@ -10,8 +10,11 @@ import pytest
 import deployments.decode
 import workers.assembly
 from configs.schema import Settings
+from deployments.control_call import CHANNEL_ADDRESS, DRAIN, INTRODUCE, ControlCall
 from deployments.decode import Decode
+from kv_transfer.sealing import REFUSAL
 from tests.fakes.channel import FakeWorker
+from tests.fakes.prefill_call import OTHER_SECRET, SECRET
 
 
 class FakeDecodeWorker(FakeWorker):
@@ -19,11 +22,16 @@ class FakeDecodeWorker(FakeWorker):
 
     healthy = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.drains: list[float] = []
+
     async def start(self) -> None:
         """See `DecodeWorker.start`."""
 
     async def drain(self, *, timeout_s: float) -> None:
         """See `DecodeWorker.drain`."""
+        self.drains.append(timeout_s)
 
 
 class Replica(Decode):
@@ -50,7 +58,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     monkeypatch.setattr(workers.assembly, "build_decode_worker", build)
     monkeypatch.setattr(deployments.decode.serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(deployments.decode, "prepare_engine_process", lambda *_, **__: None)
-    monkeypatch.setenv("BATON_SECRET", "0123456789abcdef" * 2)
+    monkeypatch.setenv("BATON_SECRET", SECRET.reveal())
     return settings_seen
 
 
@@ -61,6 +69,27 @@ async def test_a_pod_s_worker_is_at_its_own_address_for_peers_and_for_fronts(bui
     await replica.__init__(Settings())
     try:
         assert [settings.transfer.host for settings in built] == ["127.0.0.2"]
-        assert (await replica.channel_address()).host == "127.0.0.3"
+        call = ControlCall(SECRET, CHANNEL_ADDRESS)
+        (address,) = call.open_all([await replica.control(call.message)]).values()
+        assert (address.worker, address.host) == ("replica-a", "127.0.0.3")
+    finally:
+        await Decode.__del__(replica)
+
+
+async def test_a_replica_drains_for_who_knows_its_secret_alone(built):
+    replica = Replica.__new__(Replica)
+    await replica.__init__(Settings())
+    try:
+        introduced = ControlCall(SECRET, INTRODUCE)
+        names = introduced.open_all([await replica.control(introduced.message)])
+        for message in (
+            "drain",
+            ControlCall(OTHER_SECRET, DRAIN, 5.0, meant_for=names).message,
+        ):
+            assert await replica.control(message) == REFUSAL
+        assert replica._worker.drains == []
+        call = ControlCall(SECRET, DRAIN, 5.0, meant_for=names)
+        assert call.open_all([await replica.control(call.message)]) == names
+        assert replica._worker.drains == [5.0]
     finally:
         await Decode.__del__(replica)

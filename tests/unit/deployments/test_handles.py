@@ -6,50 +6,82 @@ import asyncio
 
 from ray.exceptions import RayError
 
-from deployments.handles import ask_all
-from tests.fakes.handle import FakeHandle, hanging
+from deployments.call_gate import CallGate
+from deployments.channel.address import ChannelAddress
+from deployments.control_call import CHANNEL_ADDRESS, ControlCall, ControlDoor
+from deployments.handles import ask_all, call_all
+from kv_transfer.sealing import REFUSAL
+from tests.fakes.handle import FakeHandle, Reply, hanging
+from tests.fakes.prefill_call import OTHER_SECRET, SECRET
 
 
-async def one() -> int:
-    return 1
+async def one(message: bytes) -> bytes:
+    return message + b"1"
 
 
-async def two() -> int:
-    return 2
+async def two(message: bytes) -> bytes:
+    return message + b"2"
 
 
-async def dead() -> int:
+async def dead(_: bytes) -> bytes:
     raise RayError
+
+
+def decode(worker: str, secret=SECRET) -> Reply:
+    """A decode worker that knows a secret, whatever it is called with."""
+    address = ChannelAddress(worker=worker, host="127.0.0.1", port=1)
+    return ControlDoor(CallGate(secret), {CHANNEL_ADDRESS: lambda: address}).answer
 
 
 async def test_every_replica_s_answer_comes_back():
     handle = FakeHandle([one, two])
-    assert await ask_all(handle, "snapshot", timeout_s=30) == [1, 2]
-    assert handle.asked == ["snapshot"]
+    assert await call_all(handle, "method", b"x", timeout_s=30) == [b"x1", b"x2"]
+    assert handle.asked == ["method"]
+
+
+async def test_what_an_answer_is_made_of_is_not_unpickled():
+    handle = FakeHandle([one])
+    await call_all(handle, "method", b"x", timeout_s=30)
+    assert handle.serializations == ["noop"]
 
 
 async def test_a_replica_that_fails_or_hangs_hides_nobody_else():
-    assert await ask_all(FakeHandle([dead, one, hanging, two]), "x", timeout_s=0.01) == [1, 2]
+    handle = FakeHandle([dead, one, hanging, two])
+    assert await call_all(handle, "x", b"x", timeout_s=0.01) == [b"x1", b"x2"]
 
 
 async def test_a_pool_without_replicas_answers_nothing():
-    assert await ask_all(FakeHandle([]), "x", timeout_s=30) == []
-    assert await ask_all(FakeHandle(RayError()), "x", timeout_s=30) == []
+    assert await call_all(FakeHandle([]), "x", b"", timeout_s=30) == []
+    assert await call_all(FakeHandle(RayError()), "x", b"", timeout_s=30) == []
+
+
+async def test_who_does_not_know_the_secret_is_as_if_silent_and_hides_nobody():
+    """A worker of another deployment, one that refuses, and one that repeats what it is sent."""
+
+    async def refusing(_: bytes) -> bytes:
+        return REFUSAL
+
+    replicas = [decode("c", OTHER_SECRET), decode("a"), refusing, one, decode("b")]
+    call = ControlCall(SECRET, CHANNEL_ADDRESS)
+
+    said = await ask_all(FakeHandle(replicas), call, timeout_s=30)
+
+    assert [address.worker for address in said.values()] == ["a", "b"]
 
 
 async def test_who_stops_asking_leaves_nobody_asked():
     """A scrape whose client has left must not keep a call to each replica that hangs."""
     begun, cut = asyncio.Event(), asyncio.Event()
 
-    async def hang() -> int:
+    async def hang(_: bytes) -> bytes:
         begun.set()
         try:
             await asyncio.Event().wait()
         finally:
             cut.set()
-        return 3
+        return b""
 
-    asking = asyncio.create_task(ask_all(FakeHandle([hang]), "x", timeout_s=30))
+    asking = asyncio.create_task(call_all(FakeHandle([hang]), "x", b"", timeout_s=30))
     async with asyncio.timeout(10):
         await begun.wait()
         asking.cancel()

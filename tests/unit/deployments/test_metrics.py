@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import pickle
 import re
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -64,7 +64,8 @@ def test_samples_travel_between_processes():
     snapshot = WorkerSnapshot(
         worker_id="decode-0", role="decode", samples=(sample("baton_steps_total", 3),)
     )
-    assert pickle.loads(pickle.dumps(snapshot)) == snapshot
+    sent = msgspec.msgpack.encode(snapshot)
+    assert msgspec.msgpack.decode(sent, type=WorkerSnapshot) == snapshot
     assert snapshot.samples[0] == Sample(name="baton_steps_total", value=3)
 
 
@@ -104,6 +105,14 @@ def test_each_family_is_described_once():
     assert len(types) == len(set(types))
     assert "# TYPE baton_ttft_seconds histogram" in text
     assert "_created" not in text
+
+
+def test_a_front_shows_the_calls_that_it_has_refused():
+    numbers = iter([0, 2])
+    front = FrontMetrics("front-0", num_strangers=lambda: next(numbers))
+    own = labels(worker="front-0", role="front")
+    for expected in (0, 2):
+        assert parsed(render([front.snapshot()], ()))["baton_strangers_total", own] == expected
 
 
 def test_a_requests_times_and_tokens_are_counted():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -11,15 +11,16 @@ import pytest
 from ray.exceptions import RayError
 
 import deployments.front
-from deployments.decode import Decode
-from deployments.front import Front
+from deployments.call_gate import CallGate
+from deployments.control_call import SNAPSHOT, ControlDoor
 from deployments.front_service import FrontService
 from deployments.metrics import WorkerSnapshot
-from deployments.prefill import Prefill
+from deployments.worker_metrics import decode_snapshot, prefill_snapshot
 from tests.fakes.backend import tokens_then_end
 from tests.fakes.clock import FakeClock
 from tests.fakes.front import MODEL, client_of, ids_of, make_codec, make_front
 from tests.fakes.handle import FakeHandle, Reply, hanging
+from tests.fakes.prefill_call import OTHER_SECRET, SECRET
 from tests.fakes.worker_rig import fake_model, worker_rig
 from tests.tools.scrape import parse
 from workers.runner_choice import RunnerChoice, runner_of
@@ -39,24 +40,25 @@ STOCK = {
 BY_CONFIGURATION = {**OWN, "runner_source": "configuration", "runners": []}
 
 
-def worker(worker_id: str, runner: RunnerChoice | None) -> Reply:
+def worker(worker_id: str, runner: RunnerChoice | None, secret=SECRET) -> Reply:
     """A replica whose snapshot says how it runs the model."""
     snapshot = WorkerSnapshot(worker_id=worker_id, role="any", samples=(), runner=runner)
+    return replica(lambda: snapshot, secret)
 
-    async def answer() -> WorkerSnapshot:
-        return snapshot
 
-    return answer
+def replica(snapshot: Callable[[], WorkerSnapshot], secret=SECRET) -> Reply:
+    """One that is asked for nothing else."""
+    return ControlDoor(CallGate(secret), {SNAPSHOT: snapshot}).answer
 
 
 def front_over(decode: FakeHandle, prefill: FakeHandle, clock: FakeClock) -> FrontService:
     """A Front that asks its workers as the deployment does, for a model of the family llama."""
-    replica: Any = SimpleNamespace(_workers=[decode, prefill], _fronts=None, _front_id="front-0")
+    workers: Any = [decode, prefill]
     front, _ = make_front(
         tokens_then_end(ids_of("x")),
         codec=make_codec(),
         card={"runner": CONFIGURED},
-        peer_snapshots=partial(Front._peer_snapshots, replica),
+        peer_snapshots=partial(deployments.front._snapshots, workers, but="front-0", secret=SECRET),
         clock=clock,
     )
     return front
@@ -77,13 +79,10 @@ async def test_workers_whose_own_decoder_gave_way_are_shown_so_and_the_metrics_a
         return runner, memory
 
     async with worker_rig(model=gave_way) as rig:
-        decode: Any = SimpleNamespace(_worker=rig.decode, _channel=SimpleNamespace(num_strangers=0))
-        prefill: Any = SimpleNamespace(
-            _worker=rig.prefill_workers[0], _door=SimpleNamespace(num_strangers=0)
-        )
+        decode, prefill = rig.decode, rig.prefill_workers[0]
         front = front_over(
-            FakeHandle([partial(Decode.snapshot, decode)]),
-            FakeHandle([partial(Prefill.snapshot, prefill)]),
+            FakeHandle([replica(partial(decode_snapshot, decode, num_strangers=0))]),
+            FakeHandle([replica(partial(prefill_snapshot, prefill, num_strangers=0))]),
             FakeClock(),
         )
         async with client_of(front) as client:
@@ -150,6 +149,20 @@ async def test_what_workers_said_holds_until_another_says_something_else(monkeyp
         assert await shown(client) == said
         clock.advance(1)
         assert (await shown(client))["runners"] == [{**OWN, "workers": ["decode-0"]}]
+
+
+async def test_a_worker_that_does_not_know_the_secret_is_shown_nowhere():
+    impostor = worker("decode-1", GAVE_WAY, OTHER_SECRET)
+    decode = FakeHandle([impostor, worker("decode-0", CONFIGURED)])
+    async with client_of(front_over(decode, FakeHandle([impostor]), FakeClock())) as client:
+        assert (await shown(client))["runners"] == [{**OWN, "workers": ["decode-0"]}]
+        assert "decode-1" not in (await client.get("/metrics")).raise_for_status().text
+
+
+async def test_a_front_does_not_show_itself_twice():
+    fronts = FakeHandle([worker("front-0", CONFIGURED), worker("front-1", CONFIGURED)])
+    async with client_of(front_over(fronts, FakeHandle([]), FakeClock())) as client:
+        assert (await shown(client))["runners"] == [{**OWN, "workers": ["front-1"]}]
 
 
 async def test_a_front_is_no_worker():

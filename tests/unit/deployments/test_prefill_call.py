@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from ray.exceptions import RayError
 
+from deployments.call_gate import CallGate
 from deployments.handles import PrefillPool
 from deployments.prefill_call import PrefillCall, PrefillDoor
 from kv_transfer.authentication import Purpose
@@ -38,8 +39,8 @@ REFUSED = PrefillRefused(code=FailureCode.QUEUE_FULL, message="full")
 Answers = list[bytes]
 
 
-def door(*events: PrefillEvent, secret=SECRET) -> PrefillDoor:
-    return PrefillDoor(FakePrefill(*events), secret=secret)
+def door(*events: PrefillEvent) -> PrefillDoor:
+    return PrefillDoor(FakePrefill(*events), gate=CallGate(SECRET))
 
 
 def pool(*replicas: Callable[[bytes], AsyncGenerator[object, None]]) -> PrefillPool:
@@ -53,7 +54,7 @@ async def all_of(items: AsyncIterator[object]) -> list[object]:
 @pytest.mark.parametrize("events", [[ACCEPTED, ENDED], [REFUSED], []])
 async def test_request_and_answers_come_as_they_were_sent(events):
     worker = FakePrefill(*events)
-    handle = FakePrefillHandle(PrefillDoor(worker, secret=SECRET).prefill)
+    handle = FakePrefillHandle(PrefillDoor(worker, gate=CallGate(SECRET)).prefill)
 
     heard = await all_of(PrefillPool(handle, secret=SECRET).prefill(REQUEST))
 
@@ -83,28 +84,31 @@ async def test_what_an_answer_is_made_of_is_not_unpickled():
 )
 async def test_a_stranger_s_call_is_refused_counted_and_heard_by_nobody(message, caplog):
     worker = FakePrefill(ACCEPTED, ENDED)
-    entrance = PrefillDoor(worker, secret=SECRET)
+    gate = CallGate(SECRET)
+    entrance = PrefillDoor(worker, gate=gate)
 
     with caplog.at_level(logging.WARNING):
         heard = await all_of(entrance.prefill(message))
 
     assert heard == [REFUSAL]
     assert worker.requests == []
-    assert entrance.num_strangers == 1
+    assert gate.num_strangers == 1
     (line,) = caplog.messages
     assert line.startswith("prefill call refused reason=")
     assert not any(text in line for text in ("transfer-0", "salt", "100"))
 
 
 async def test_who_knows_the_secret_is_no_stranger():
-    entrance = door(ACCEPTED)
+    gate = CallGate(SECRET)
+    entrance = PrefillDoor(FakePrefill(ACCEPTED), gate=gate)
     await all_of(entrance.prefill(PrefillCall(SECRET, REQUEST).message))
-    assert entrance.num_strangers == 0
+    assert gate.num_strangers == 0
 
 
 async def test_a_request_of_another_version_is_refused_in_words():
     worker = FakePrefill(ACCEPTED)
-    entrance = PrefillDoor(worker, secret=SECRET)
+    gate = CallGate(SECRET)
+    entrance = PrefillDoor(worker, gate=gate)
 
     async def call_with(body: bytes) -> list[object]:
         call = SealedCall(SECRET, Purpose.PREFILL_CALL, body)
@@ -115,7 +119,7 @@ async def test_a_request_of_another_version_is_refused_in_words():
         ((kind, event),) = await call_with(body)
         assert (kind, event["code"]) == (2, "internal")
         assert "does not speak this version" in event["message"]
-    assert (worker.requests, entrance.num_strangers) == ([], 0)
+    assert (worker.requests, gate.num_strangers) == ([], 0)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +216,8 @@ PROMPT = range(100, 110)
 async def tokens_by(*replicas: str) -> tuple[list[int], dict[str, int], int]:
     """A request's output where calls go to such replicas, failed attempts, and strangers."""
     async with worker_rig() as rig:
-        entrance = PrefillDoor(rig.prefill_workers[0].prefill, secret=SECRET)
+        gate = CallGate(SECRET)
+        entrance = PrefillDoor(rig.prefill_workers[0].prefill, gate=gate)
 
         async def impostor(message: bytes) -> AsyncGenerator[object, None]:
             """Takes whatever comes, and answers in a worker's words."""
@@ -233,7 +238,7 @@ async def tokens_by(*replicas: str) -> tuple[list[int], dict[str, int], int]:
         await client.finished()
         await rig.settled()
         handoff = rig.decode.stats()[2]
-        return client.token_ids, dict(handoff.failures), entrance.num_strangers
+        return client.token_ids, dict(handoff.failures), gate.num_strangers
 
 
 async def test_an_impostor_is_a_failed_attempt_and_no_token():
@@ -247,7 +252,7 @@ async def test_an_impostor_is_a_failed_attempt_and_no_token():
 async def test_an_answer_that_decode_does_not_take_ends_its_lease():
     """At once, by the cancelled call: not when the lease has expired."""
     async with worker_rig() as rig:
-        entrance = PrefillDoor(rig.prefill_workers[0].prefill, secret=SECRET)
+        entrance = PrefillDoor(rig.prefill_workers[0].prefill, gate=CallGate(SECRET))
 
         async def damaged(message: bytes) -> AsyncGenerator[object, None]:
             async with aclosing(entrance.prefill(message)) as answering:
@@ -273,7 +278,7 @@ async def test_a_call_that_is_cut_short_after_the_hand_off_costs_nothing():
 async def test_a_replayed_call_is_refused_and_leaves_the_first_one_alone():
     """While the hand-off runs, and for the minute in which its end is remembered."""
     async with worker_rig() as rig:
-        entrance = PrefillDoor(rig.prefill_workers[0].prefill, secret=SECRET)
+        entrance = PrefillDoor(rig.prefill_workers[0].prefill, gate=CallGate(SECRET))
         request = replace(REQUEST, decode=rig.side.info, sampling=SamplingParams(max_tokens=4))
         body = msgspec.msgpack.encode(request)
 

@@ -32,7 +32,7 @@ def test_a_call_and_its_answers_come_as_they_were_said(bodies):
     call = sealed()
     answering = opened(call.message)
 
-    assert answering.body == b"a call"
+    assert (answering.message, answering.body) == (call.message, b"a call")
     assert [call.open(answering.seal(body)) for body in bodies] == bodies
 
 
