@@ -55,6 +55,7 @@ def test_requests_that_outlast_the_drain_end_with_an_error(tmp_path) -> None:
             )
         # The end of the block has sent SIGTERM and waited for the last process.
         stream_end, whole_end = streamed.result(timeout=30), whole.result(timeout=30)
+    assert "done by" not in server.log.read_text(), "who was told to stop has done so"
     assert stream_end.text != ""
     assert (stream_end.status, stream_end.error_code) == (httpx.codes.OK, "worker_stopping")
     assert stream_end.is_failure

@@ -75,6 +75,7 @@ VALUES = {
     "_DRAIN_TIMEOUT_S": app._DRAIN_TIMEOUT_S,
     "_LAST_WORDS_S": leaving._LAST_WORDS_S,
     "_DRAIN_S": serving._DRAIN_S,
+    "_INTRODUCE_TIMEOUT_S": serving._INTRODUCE_TIMEOUT_S,
 }
 WORDS = {"two": 2.0, "four": 4.0}
 
