@@ -9,9 +9,9 @@ The nonce is fresh and 256 bits long, so that no two calls have one MAC. An answ
 of the answer before it, and the first one's that of the call: an answer to another call, one that
 comes twice, too early or after one that was left out does not open, and of two answerers to one
 call only the one whose first answer came first is heard (who calls many hears each by a copy of the
-call). Callers and answerers have keys of their
-own, as do the purposes, so that nothing that one of them sealed is worth anything in the other
-direction. All is checked over the bytes as they came; nobody looks into a body before.
+call). Callers and answerers have keys of their own, as do the purposes, so that nothing that one of
+them sealed is worth anything in the other direction. All is checked over the bytes as they came;
+nobody looks into a body before.
 
 What it does not do: nothing is hidden; the last answer is not marked as such, that is for what the
 bodies say; and who has recorded a call can make it once more. So a call names what it is about, and
