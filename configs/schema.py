@@ -115,10 +115,10 @@ class ModelSettings(_Group):
 
 
 class KVSettings(_Group):
-    """The KV cache's shape, the same on every worker."""
+    """The KV cache's shape."""
 
     block_size: Count = 16
-    """Tokens in a block."""
+    """Tokens in a block of every worker, unless prefill.block_size says another number."""
     prefix_cache: bool = True
     """Whether KV is kept after its request and found by prompts that begin alike."""
 
@@ -195,6 +195,9 @@ class PrefillSettings(_Group):
 
     replicas: Count = 1
     engine: EngineSettings = EngineSettings()
+    block_size: Count | None = None
+    """Tokens in a block of prefill workers; null is kv.block_size. Of another size, decode workers
+    put what they fetch into blocks of theirs."""
 
 
 class TlsSettings(_Group):

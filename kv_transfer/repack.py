@@ -17,7 +17,13 @@ from dataclasses import dataclass
 
 from kv_transfer.geometry import ceil_div
 
-__all__ = ["BlockShape", "Box", "RepackPlan", "Span", "first_brought"]
+__all__ = ["ARENA_BYTES", "LOT_BYTES", "BlockShape", "Box", "RepackPlan", "Span", "first_brought"]
+
+
+LOT_BYTES = 4 * 1024 * 1024
+"""Of scratch blocks, fetched into at a time: enough to keep a connection busy."""
+ARENA_BYTES = 32 * LOT_BYTES
+"""Of scratch blocks of one size: so many transfers at once, and no block that is larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

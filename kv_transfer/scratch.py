@@ -15,6 +15,7 @@ import asyncio
 from collections import deque
 
 from kv_transfer.geometry import BlockId
+from kv_transfer.repack import ARENA_BYTES, LOT_BYTES
 from kv_transfer.transport import BlockMemory, LinkRefusedError
 from kv_transfer.workspace import HostWorkspace, Workspace
 
@@ -23,10 +24,6 @@ __all__ = ["Lot", "ScratchArena", "ScratchArenas"]
 Lot = tuple[BlockId, ...]
 """Blocks of an arena that are lent together."""
 
-_LOT_BYTES = 4 * 1024 * 1024
-"""Fetched at a time: enough to keep a connection busy."""
-_ARENA_BYTES = 32 * _LOT_BYTES
-"""Of one size of blocks, so many transfers at once."""
 _MAX_ARENAS = 4
 """Sizes of blocks that one worker is sent, other than its own: workers are changed from one size to
 another, not among many."""
@@ -96,8 +93,8 @@ class ScratchArenas:
         self,
         workspace: Workspace | None = None,
         *,
-        lot_bytes: int = _LOT_BYTES,
-        arena_bytes: int = _ARENA_BYTES,
+        lot_bytes: int = LOT_BYTES,
+        arena_bytes: int = ARENA_BYTES,
         max_arenas: int = _MAX_ARENAS,
     ) -> None:
         """In `workspace`, which is the host's memory unless it is told; none is there before it is

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from configs.schema import Settings, TransferSettings
 from kv_transfer.authentication import Secret
+from kv_transfer.geometry import KVLayout
 from kv_transfer.handoff import PeerInfo
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.scratch import ScratchArenas
@@ -122,7 +123,7 @@ def build_prefill_worker(
         lease_s=settings.transfer.lease_s,
         on_end=lambda key, reason: worker.on_transfer_end(key, reason),
     )
-    worker = PrefillWorker(engine=engine, sender=sender, layout=site.plan.layout)
+    worker = PrefillWorker(engine=engine, sender=sender, layout=site.plan.prefill.layout)
     return worker
 
 
@@ -173,7 +174,7 @@ def build_decode_worker(
     return DecodeWorker(
         engine=engine,
         me=me,
-        layout=site.plan.layout,
+        layout=site.plan.decode.layout,
         config=DecodeConfig(
             local_prefill_tokens=settings.decode.local_prefill_tokens,
             is_placed_by_cost=settings.decode.placement == "cost",
@@ -203,7 +204,7 @@ def _build_engine(
         lambda: build_runner(
             site.model_path,
             info=site.info,
-            layout=site.plan.layout,
+            layout=worker.layout,
             num_blocks=worker.num_blocks,
             max_model_len=site.plan.window,
             threads=threads,
@@ -213,10 +214,10 @@ def _build_engine(
     )
     pool = BlockPool(
         num_blocks=worker.num_blocks,
-        block_size=site.plan.layout.block_size,
+        block_size=worker.layout.block_size,
         max_model_len=site.plan.window,
         window_blocks=worker.window_blocks,
-        sliding_windows=[group.sliding_window for group in site.plan.layout.groups],
+        sliding_windows=[group.sliding_window for group in worker.layout.groups],
     )
     config = SchedulerConfig(
         max_model_len=site.plan.window,
@@ -228,7 +229,7 @@ def _build_engine(
         gap_target_s=gap_target_s,
     )
     scheduler = Scheduler(
-        pool, config, _prefix_scope(site, settings), groups=site.plan.layout.groups
+        pool, config, _prefix_scope(worker.layout, settings), groups=worker.layout.groups
     )
     return Engine(scheduler, runner, cores=cores, gather_s=gather_s), memory
 
@@ -245,9 +246,8 @@ def _core_share(worker: WorkerPlan, settings: Settings) -> CoreShare | None:
         return None
 
 
-def _prefix_scope(site: Site, settings: Settings) -> PrefixScope | None:
+def _prefix_scope(layout: KVLayout, settings: Settings) -> PrefixScope | None:
     """What KV may be found for, or None where there is no prefix cache."""
-    layout = site.plan.layout
     if not settings.kv.prefix_cache:
         return None
     return PrefixScope(fingerprint=layout.fingerprint, block_size=layout.block_size)
@@ -262,7 +262,7 @@ def _peer_info(
     plan: DeploymentPlan, worker: WorkerPlan, worker_id: str, gpu: CudaDevice | None
 ) -> PeerInfo:
     return PeerInfo.of(
-        plan.layout,
+        worker.layout,
         worker_id=worker_id,
         incarnation=uuid.uuid4().hex,
         max_model_len=plan.window,

@@ -13,8 +13,9 @@ from typing import Literal
 
 from configs.addresses import is_loopback
 from configs.schema import TransferSettings
-from kv_transfer.compatibility import check_compatible
+from kv_transfer.compatibility import can_repack, check_compatible
 from kv_transfer.handoff import PeerInfo
+from kv_transfer.repack import ARENA_BYTES
 from kv_transfer.transport import Capabilities, LinkRefusedError
 from kv_transfer.transport_kinds import CAPABILITIES
 from kv_transfer.transports.group_memory import GLOO_BYTES
@@ -116,15 +117,31 @@ def check_pool_window(role: Role, *, pool_tokens: int, window: int) -> Check:
 
 
 def check_link(decode: PeerInfo, prefill: PeerInfo) -> Check:
-    """INV-POOL-WINDOW: two workers may hand over only with one layout, one window, held by both."""
+    """INV-POOL-WINDOW: two workers may hand over only with one window, held by both.
+
+    In one layout, or in two of which one can be repacked into the other.
+    """
     try:
         check_compatible(prefill, decode)
     except LinkRefusedError as error:
         sentence = f"{decode.worker_id} cannot take KV from {prefill.worker_id}: {error}."
         return Check(id=INV_POOL_WINDOW, outcome=Outcome.FAILS, sentence=sentence)
+    layouts = "in one layout"
+    if can_repack(prefill, decode):
+        if prefill.bytes_per_block > ARENA_BYTES:
+            sentence = (
+                f"{decode.worker_id} cannot repack a block of {prefill.worker_id}: it has "
+                f"{format_bytes(prefill.bytes_per_block)}, of {format_bytes(ARENA_BYTES)} at most; "
+                "lower prefill.block_size."
+            )
+            return Check(id=INV_POOL_WINDOW, outcome=Outcome.FAILS, sentence=sentence)
+        layouts = (
+            f"in blocks of {decode.block_size} and {prefill.block_size} tokens, which "
+            f"{decode.worker_id} repacks"
+        )
     sentence = (
         f"{decode.worker_id} ({decode.pool_tokens} tokens) and {prefill.worker_id} "
-        f"({prefill.pool_tokens}) both hold the window of {decode.max_model_len} in one layout."
+        f"({prefill.pool_tokens}) both hold the window of {decode.max_model_len} {layouts}."
     )
     return Check(id=INV_POOL_WINDOW, outcome=Outcome.HOLDS, sentence=sentence)
 
@@ -272,19 +289,25 @@ def _check_nixl(rdma: RdmaOutlook) -> Check:
 
 
 def check_memory(
-    *, pool_bytes: int, weight_bytes: int | None, available_bytes: int | None, group_bytes: int = 0
+    *,
+    pool_bytes: int,
+    weight_bytes: int | None,
+    available_bytes: int | None,
+    group_bytes: int = 0,
+    scratch_bytes: int = 0,
 ) -> Check:
-    """All pools, weights and process groups fit at once, when full; None is what is not known."""
+    """All that workers take fits at once, when it is full; None is what is not known."""
     pools = f"{format_bytes(pool_bytes)} of KV pools"
-    groups = f", up to {format_bytes(group_bytes)} of process groups" if group_bytes else ""
+    others = f", up to {format_bytes(group_bytes)} of process groups" if group_bytes else ""
+    others += f", up to {format_bytes(scratch_bytes)} to repack in" if scratch_bytes else ""
     weights = "weights of a size that is not known"
     if weight_bytes is not None:
         weights = f"{format_bytes(weight_bytes)} of weights"
-    needs = f"{pools}{groups} and {weights}"
+    needs = f"{pools}{others} and {weights}"
     if available_bytes is None:
         sentence = f"The workers need {needs}; how much memory there is, is not known."
         return Check(id="MEMORY", outcome=Outcome.WARNS, sentence=sentence)
-    if pool_bytes + group_bytes + (weight_bytes or 0) <= available_bytes:
+    if pool_bytes + group_bytes + scratch_bytes + (weight_bytes or 0) <= available_bytes:
         sentence = f"The workers need {needs}; {format_bytes(available_bytes)} are available."
         return Check(id="MEMORY", outcome=Outcome.HOLDS, sentence=sentence)
     sentence = (

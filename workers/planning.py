@@ -21,6 +21,7 @@ from configs.schema import (
 )
 from kv_transfer.geometry import KVLayout
 from kv_transfer.handoff import PeerInfo
+from kv_transfer.repack import ARENA_BYTES
 from kv_transfer.transports.group_memory import GLOO_BYTES
 from kv_transfer.ucx_device import RdmaOutlook
 from workers.checks import (
@@ -81,6 +82,8 @@ class WorkerPlan:
 
     role: Role
     replicas: int
+    layout: KVLayout
+    """Of its pool: roles may differ in the size of blocks."""
     threads: int
     """While all workers of the host compute."""
     shares_cores: bool
@@ -104,7 +107,6 @@ class WorkerPlan:
 class DeploymentPlan:
     """Sizes of a whole deployment and the checks that it was put through."""
 
-    layout: KVLayout
     window: int
     """max_model_len: tokens of a request at most, prompt and output together."""
     runner: RunnerChoice
@@ -122,6 +124,11 @@ class DeploymentPlan:
     def prefill(self) -> WorkerPlan | None:
         """The plan of the prefill workers; None when colocated."""
         return self.workers[1] if len(self.workers) > 1 else None
+
+    @property
+    def repacks(self) -> bool:
+        """Whether what prefill hands over comes in blocks of another size."""
+        return self.prefill is not None and self.prefill.layout != self.decode.layout
 
     @property
     def total_pool_bytes(self) -> int:
@@ -165,9 +172,8 @@ def plan(
     rdma = rdma or RdmaOutlook(is_installed=False, device="", is_rdma=False)
     window = settings.model.max_model_len or facts.context_length
     runner = choose_runner(facts.architecture, window=window)
-    layout = kv_layout(facts, block_size=settings.kv.block_size, max_model_len=window)
     pools = _pools(settings)
-    sizer = _Sizer(layout=layout, window=window, threads=_threads_each(pools, cores))
+    sizer = _Sizer(facts=facts, window=window, threads=_threads_each(pools, cores))
     workers = tuple(sizer.worker(pool) for pool in pools)
     checks = [
         check_runner(facts.architecture.model_type, runner),
@@ -196,6 +202,7 @@ def plan(
             facts.weight_bytes,
             available_bytes,
             group_bytes=_group_bytes(settings.transfer, gpus) if settings.prefill else 0,
+            scratch_bytes=_scratch_bytes(workers),
         ),
         check_cores(
             threads=total_threads(settings, cores=cores),
@@ -203,9 +210,7 @@ def plan(
             are_shared=share_cores(settings),
         ),
     ]
-    return DeploymentPlan(
-        layout=layout, window=window, runner=runner, workers=workers, checks=tuple(checks)
-    )
+    return DeploymentPlan(window=window, runner=runner, workers=workers, checks=tuple(checks))
 
 
 def _device_checks(gpus: GpuOutlook | None, pools: Sequence[_Pool]) -> list[Check]:
@@ -239,6 +244,7 @@ class _Pool:
 
     role: Role
     replicas: int
+    block_size: int
     engine: EngineSettings
     shares_cores: bool
 
@@ -271,6 +277,7 @@ def _pools(settings: Settings) -> list[_Pool]:
         _Pool(
             role=role,
             replicas=pool.replicas,
+            block_size=_block_size(settings, pool),
             engine=pool.engine,
             shares_cores=on_cpu and pool.engine.threads is None,
         )
@@ -279,27 +286,34 @@ def _pools(settings: Settings) -> list[_Pool]:
     ]
 
 
+def _block_size(settings: Settings, pool: DecodeSettings | PrefillSettings) -> int:
+    own = pool.block_size if isinstance(pool, PrefillSettings) else None
+    return own or settings.kv.block_size
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizer:
     """What the sizes of all roles depend on."""
 
-    layout: KVLayout
+    facts: ModelFacts
     window: int
     threads: int
 
     def worker(self, pool: _Pool) -> WorkerPlan:
         """Size one role's workers."""
         engine = pool.engine
-        num_blocks = self._num_blocks(pool.role, engine)
-        window_blocks = self._blocks_for(self.window, engine)
+        layout = kv_layout(self.facts, block_size=pool.block_size, max_model_len=self.window)
+        num_blocks = self._num_blocks(layout, pool.role, engine)
+        window_blocks = self._blocks_for(layout, self.window, engine)
         return WorkerPlan(
             role=pool.role,
             replicas=pool.replicas,
+            layout=layout,
             threads=engine.threads or self.threads,
             shares_cores=pool.shares_cores,
             num_blocks=num_blocks,
-            pool_tokens=self._pool_tokens(num_blocks, window_blocks),
-            pool_bytes=num_blocks * self.layout.bytes_per_block,
+            pool_tokens=self._pool_tokens(layout, num_blocks, window_blocks),
+            pool_bytes=num_blocks * layout.bytes_per_block,
             window_blocks=window_blocks,
             full_windows=num_blocks // window_blocks,
             max_sequences=engine.max_sequences,
@@ -312,37 +326,37 @@ class _Sizer:
     def peer(self, worker: WorkerPlan) -> PeerInfo:
         """How a worker of the role will present itself to its peers."""
         return PeerInfo.of(
-            self.layout,
+            worker.layout,
             worker_id=worker.role,
             incarnation="",  # there is no process yet
             max_model_len=self.window,
             pool_tokens=worker.pool_tokens,
         )
 
-    def _num_blocks(self, role: Role, engine: EngineSettings) -> int:
+    def _num_blocks(self, layout: KVLayout, role: Role, engine: EngineSettings) -> int:
         if engine.pool_bytes is not None:
-            return engine.pool_bytes // self.layout.bytes_per_block
+            return engine.pool_bytes // layout.bytes_per_block
         if engine.pool_tokens is not None:
-            return self._blocks_for(engine.pool_tokens, engine)
-        windows = _DEFAULT_WINDOWS * self._blocks_for(self.window, engine)
-        return max(windows, self._blocks_for(_FLOOR_TOKENS[role], engine))
+            return self._blocks_for(layout, engine.pool_tokens, engine)
+        windows = _DEFAULT_WINDOWS * self._blocks_for(layout, self.window, engine)
+        return max(windows, self._blocks_for(layout, _FLOOR_TOKENS[role], engine))
 
-    def _blocks_for(self, num_tokens: int, engine: EngineSettings) -> int:
+    def _blocks_for(self, layout: KVLayout, num_tokens: int, engine: EngineSettings) -> int:
         """Blocks for so many tokens, in requests of the whole window and one of the rest.
 
         Behind a sliding window it matters in how many requests they are: each has its own.
         """
-        if not self.layout.has_sliding_window:
-            return self.layout.blocks_for(num_tokens)
+        if not layout.has_sliding_window:
+            return layout.blocks_for(num_tokens)
         chunk_tokens = engine.prefill_chunk_tokens
         windows, rest = divmod(num_tokens, self.window)
-        full = self.layout.sequence_blocks(self.window, chunk_tokens=chunk_tokens)
-        return windows * full + self.layout.sequence_blocks(rest, chunk_tokens=chunk_tokens)
+        full = layout.sequence_blocks(self.window, chunk_tokens=chunk_tokens)
+        return windows * full + layout.sequence_blocks(rest, chunk_tokens=chunk_tokens)
 
-    def _pool_tokens(self, num_blocks: int, window_blocks: int) -> int:
+    def _pool_tokens(self, layout: KVLayout, num_blocks: int, window_blocks: int) -> int:
         """Tokens that blocks hold: the window or more exactly if they hold one whole request."""
-        if not self.layout.has_sliding_window:
-            return num_blocks * self.layout.block_size
+        if not layout.has_sliding_window:
+            return num_blocks * layout.block_size
         return num_blocks * self.window // window_blocks
 
 
@@ -353,12 +367,20 @@ def _group_bytes(transfer: TransferSettings, gpus: GpuOutlook | None) -> int:
     return gpus.nccl.worker_bytes if "torch" in gpu_ways(transfer) else 0
 
 
+def _scratch_bytes(workers: Sequence[WorkerPlan]) -> int:
+    """Of all decode workers, where prefill's blocks are of another size."""
+    decode, *others = workers
+    differs = any(worker.layout != decode.layout for worker in others)
+    return decode.replicas * ARENA_BYTES if differs else 0
+
+
 def _memory_check(
     workers: Sequence[WorkerPlan],
     weight_bytes: int | None,
     available_bytes: int | None,
     *,
     group_bytes: int,
+    scratch_bytes: int,
 ) -> Check:
     """`weight_bytes` and `group_bytes` are those of one worker."""
     num_workers = sum(worker.replicas for worker in workers)
@@ -367,4 +389,5 @@ def _memory_check(
         weight_bytes=None if weight_bytes is None else num_workers * weight_bytes,
         available_bytes=available_bytes,
         group_bytes=num_workers * group_bytes,
+        scratch_bytes=scratch_bytes,
     )

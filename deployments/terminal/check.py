@@ -57,7 +57,7 @@ def plan_for_host(settings: Settings, environ: Mapping[str, str]) -> DeploymentP
 
 def plan_as_text(settings: Settings, deployment: DeploymentPlan) -> str:
     """The model, the pools (sizes are those of one worker), and each check with its numbers."""
-    layout = deployment.layout
+    layout = deployment.decode.layout
     own = "" if settings.model.max_model_len else ", the model's own"
     prefix_cache = "on" if settings.kv.prefix_cache else "off"
     rows = [_HEADINGS, *(_row(worker) for worker in deployment.workers)]
@@ -69,6 +69,7 @@ def plan_as_text(settings: Settings, deployment: DeploymentPlan) -> str:
             f"KV      {format_bytes(layout.bytes_per_token)} per token, "
             f"{format_bytes(layout.bytes_per_block)} per block of {layout.block_size} tokens, "
             f"{layout.dtype}, prefix cache {prefix_cache}",
+            *_repacked(deployment),
             *_sliding(layout),
             f"Pools   {format_bytes(deployment.total_pool_bytes)} in all",
             "",
@@ -81,7 +82,7 @@ def plan_as_text(settings: Settings, deployment: DeploymentPlan) -> str:
 
 def plan_as_json(settings: Settings, deployment: DeploymentPlan) -> dict[str, Any]:
     """The same for programs; sizes in tokens and bytes."""
-    layout = deployment.layout
+    layout = deployment.decode.layout
     return {
         "ok": deployment.ok,
         "model": {"source": settings.model.source, "name": settings.model.served_name},
@@ -99,12 +100,32 @@ def plan_as_json(settings: Settings, deployment: DeploymentPlan) -> dict[str, An
             "bytes_per_block": layout.bytes_per_block,
         },
         "total_pool_bytes": deployment.total_pool_bytes,
-        "workers": [asdict(worker) for worker in deployment.workers],
+        "workers": [_worker_as_json(worker) for worker in deployment.workers],
         "checks": [
             {"id": check.id, "outcome": check.outcome.value, "sentence": check.sentence}
             for check in deployment.checks
         ],
     }
+
+
+def _worker_as_json(worker: WorkerPlan) -> dict[str, Any]:
+    numbers = {name: value for name, value in asdict(worker).items() if name != "layout"}
+    return {
+        **numbers,
+        "block_size": worker.layout.block_size,
+        "bytes_per_block": worker.layout.bytes_per_block,
+    }
+
+
+def _repacked(deployment: DeploymentPlan) -> list[str]:
+    """The blocks of prefill workers; nothing if they are decode's."""
+    if deployment.prefill is None or not deployment.repacks:
+        return []
+    theirs = deployment.prefill.layout
+    size = format_bytes(theirs.bytes_per_block)
+    return [
+        f"        {size} per block of {theirs.block_size} tokens on prefill, which decode repacks"
+    ]
 
 
 def _sliding(layout: KVLayout) -> list[str]:

@@ -1,7 +1,7 @@
-"""The presets with several workers of a role, served as their users do, changed in the model alone.
+"""The presets with several workers of a role, served as their users do, with another model.
 
 Shown of each is what it promises: which prompts are handed over, between which workers, and that no
-answer tells.
+answer tells; also where the roles have blocks of different sizes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,13 @@ class Promise:
     """Every place and reason that its prompts have, and no other."""
     hands_over_all: bool
     """That are above the floor."""
+    changes: tuple[str, ...] = ()
+    """Settings of it that are others here."""
+
+    @property
+    def label(self) -> str:
+        """As which a test of it is known."""
+        return " ".join((self.preset, *self.changes))
 
     @property
     def pairs(self) -> set[tuple[str, str]]:
@@ -72,6 +79,8 @@ SPLIT = Promise(
     reasons=frozenset({("local", "short"), ("remote", "setting")}),
     hands_over_all=True,
 )
+REPACKED = replace(SPLIT, changes=("prefill.block_size=24",))
+"""Decode's blocks have 16 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +170,7 @@ def shows_all(scrape: Scrape, promise: Promise) -> bool:
     return not seen <= promise.reasons or (links(scrape), seen) == (promise.pairs, promise.reasons)
 
 
-@pytest.fixture(params=[MIXED, SPLIT], ids=lambda promise: promise.preset)
+@pytest.fixture(params=[MIXED, SPLIT, REPACKED], ids=lambda promise: promise.label)
 def promise(request: pytest.FixtureRequest) -> Promise:
     found: Promise = request.param
     return found
@@ -170,7 +179,8 @@ def promise(request: pytest.FixtureRequest) -> Promise:
 @pytest.fixture
 def server(promise: Promise, asked: Asked, tmp_path: Path) -> Iterator[BatonServer]:
     """With all of its workers: it takes requests before the last one has come."""
-    with BatonServer.started(tmp_path, preset=promise.preset, settings=asked.settings) as server:
+    settings = (*asked.settings, *promise.changes)
+    with BatonServer.started(tmp_path, preset=promise.preset, settings=settings) as server:
         server.wait_for(
             lambda seen: (
                 (seen.workers("decode"), seen.workers("prefill")) == (DECODE, promise.prefill)

@@ -16,6 +16,7 @@ from configs.schema import (
     TlsSettings,
     TransferSettings,
 )
+from kv_transfer.repack import ARENA_BYTES
 from kv_transfer.transports.group_memory import GLOO_BYTES, NcclMemory
 from kv_transfer.ucx_device import RdmaOutlook
 from workers.checks import INV_POOL_WINDOW, Check, Outcome, enforce, format_bytes
@@ -49,8 +50,13 @@ def settings_of(
     is_split: bool = True,
     max_model_len: int | None = None,
     block_size: int = 16,
+    prefill_block_size: int | None = None,
 ) -> Settings:
-    pool = PrefillSettings(replicas=replicas, engine=prefill or EngineSettings())
+    pool = PrefillSettings(
+        replicas=replicas,
+        engine=prefill or EngineSettings(),
+        block_size=prefill_block_size,
+    )
     return Settings(
         model=ModelSettings(max_model_len=max_model_len),
         kv=KVSettings(block_size=block_size),
@@ -97,7 +103,7 @@ def test_request_behind_a_window_needs_the_windows_blocks_and_a_chunks() -> None
 def test_mixed_model_needs_both_kinds_of_blocks_of_half_the_size() -> None:
     deployment = windowed(1024, None)
 
-    assert deployment.layout.bytes_per_block == 16 * 2 * 3 * 64 * 4
+    assert deployment.decode.layout.bytes_per_block == 16 * 2 * 3 * 64 * 4
     assert deployment.decode.window_blocks == 512 + 81
 
 
@@ -115,7 +121,7 @@ def test_pool_that_holds_no_window_over_all_groups_is_refused() -> None:
 def test_window_that_hides_nothing_is_none() -> None:
     deployment = windowed(8192, 4096, settings=settings_of(max_model_len=4096))
 
-    assert not deployment.layout.has_sliding_window
+    assert not deployment.decode.layout.has_sliding_window
     assert deployment.decode.window_blocks == 256
 
 
@@ -337,7 +343,7 @@ def test_worker_plan_carries_the_engines_limits() -> None:
 
 
 def test_layout_follows_facts_and_block_size() -> None:
-    layout = plan(settings_of(block_size=32), FACTS, cores=2).layout
+    layout = plan(settings_of(block_size=32), FACTS, cores=2).decode.layout
 
     assert layout.bytes_per_token == BYTES_PER_TOKEN
     assert layout.block_size == 32
@@ -345,9 +351,47 @@ def test_layout_follows_facts_and_block_size() -> None:
     assert layout.dtype == "float32"
 
 
+def test_prefill_may_have_blocks_of_its_own_size() -> None:
+    deployment = plan(settings_of(prefill_block_size=48, replicas=2), FACTS, cores=2)
+
+    assert deployment.ok
+    assert deployment.repacks
+    assert deployment.prefill is not None
+    assert deployment.decode.layout.block_size == 16
+    assert deployment.prefill.layout.block_size == 48
+    assert deployment.prefill.pool_bytes == deployment.prefill.num_blocks * 48 * BYTES_PER_TOKEN
+    *_, link = checks_of(deployment, "INV-POOL-WINDOW")
+    assert "in blocks of 16 and 48 tokens, which decode repacks" in link.sentence
+    (memory,) = checks_of(deployment, "MEMORY")
+    assert "up to 256.0 MiB to repack in" in memory.sentence
+
+
+def test_what_is_repacked_in_counts_as_memory() -> None:
+    settings = settings_of(prefill_block_size=48)
+    needed = plan(settings, FACTS, cores=2).total_pool_bytes + ARENA_BYTES
+
+    for available, ok in ((needed, True), (needed - 1, False)):
+        facts = replace(FACTS, weight_bytes=0)
+        assert plan(settings, facts, cores=2, available_bytes=available).ok is ok
+
+
+@pytest.mark.parametrize(("differs", "ok"), [(0, True), (1, False)])
+def test_a_block_that_decode_has_no_room_to_repack_is_refused_at_the_start(
+    differs: int, ok: bool
+) -> None:
+    most = ARENA_BYTES // BYTES_PER_TOKEN
+    deployment = plan(settings_of(prefill_block_size=most + differs), FACTS, cores=2)
+
+    assert deployment.ok is ok
+    if not ok:
+        *_, link = checks_of(deployment, "INV-POOL-WINDOW")
+        assert "lower prefill.block_size" in link.sentence
+
+
 @given(
     context_length=st.integers(1, 200_000),
     block_size=st.integers(1, 300),
+    prefill_block_size=st.none() | st.integers(1, 300),
     decode_tokens=st.none() | st.integers(1, 300_000),
     prefill_tokens=st.none() | st.integers(1, 300_000),
     max_model_len=st.none() | st.integers(1, 200_000),
@@ -355,6 +399,7 @@ def test_layout_follows_facts_and_block_size() -> None:
 def test_a_plan_is_ok_exactly_when_every_pool_was_asked_to_hold_the_window(
     context_length: int,
     block_size: int,
+    prefill_block_size: int | None,
     decode_tokens: int | None,
     prefill_tokens: int | None,
     max_model_len: int | None,
@@ -364,6 +409,7 @@ def test_a_plan_is_ok_exactly_when_every_pool_was_asked_to_hold_the_window(
         prefill=EngineSettings(pool_tokens=prefill_tokens),
         max_model_len=max_model_len,
         block_size=block_size,
+        prefill_block_size=prefill_block_size,
     )
 
     deployment = plan(settings, replace(FACTS, context_length=context_length), cores=4)
