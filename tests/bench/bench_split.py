@@ -2,6 +2,7 @@
 
     python -m tests.bench.bench_split --rounds 20
     python -m tests.bench.bench_split --transport shm --prompt-tokens 128
+    python -m tests.bench.bench_split --prefill-block-size 64  # which decode repacks
 
 A colocated and a split server with the default model in fp32 and one thread for each worker, asked
 in turns, one request at a time, each pair with the same fresh prompt; whoever goes second changes
@@ -27,7 +28,7 @@ from typing import get_args
 
 import httpx
 
-from configs.schema import TransferSettings
+from configs.schema import KVSettings, TransferSettings
 from deployments.bench.versus import Side, turns
 from tests.tools.baton_server import MODEL, BatonServer
 from tests.tools.bench_process import bench_directory, runnable, say
@@ -164,6 +165,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--transport", choices=TRANSPORTS, action="append")
     parser.add_argument("--prompt-tokens", type=int, action="append")
+    parser.add_argument("--prefill-block-size", type=int, default=KVSettings().block_size)
     arguments = parser.parse_args()
     lengths = arguments.prompt_tokens or PROMPT_TOKENS
     rounds = max(2, arguments.rounds)
@@ -174,7 +176,11 @@ def main() -> None:
         say(f"{names}   {'quartiles':<20}{'wait':>7}   {'quartiles':<18}{'fetch':>8}")
         for transport in arguments.transport or runnable(TRANSPORTS):
             with ExitStack() as one:
-                settings = (*SPLIT, f"transfer.transport={transport}")
+                settings = (
+                    *SPLIT,
+                    f"transfer.transport={transport}",
+                    f"prefill.block_size={arguments.prefill_block_size}",
+                )
                 split = _started(one, directory / transport, "local", settings)
                 # The colocated server is the same for all, and must not find an earlier prompt.
                 seed = f"{arguments.seed} {transport}"
