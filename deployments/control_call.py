@@ -17,6 +17,7 @@ They draw these names at their start, and the caller asks for them (`INTRODUCE`)
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -128,6 +129,14 @@ class ControlCall(Generic[AnswerT]):
             else:
                 said.setdefault(process, word)
         return said
+
+    def is_answered_by(self, processes: Collection[str], answers: Iterable[object]) -> bool:
+        """Whether each of these processes has answered; what else came is not looked at."""
+        heard = set()
+        for answer in answers:
+            with contextlib.suppress(NotAuthenticatedError, msgspec.MsgspecError):
+                heard.add(self._open(answer)[0])
+        return heard.issuperset(processes)
 
     def _open(self, answer: object) -> tuple[str, AnswerT]:
         # Each replica's answer is the first one to this call.

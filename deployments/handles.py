@@ -7,7 +7,8 @@ iterating is turned into a cancelled call on the other side.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -95,9 +96,17 @@ async def ask_all(
 
 
 async def call_all(
-    handle: DeploymentHandle, method: str, message: bytes, *, timeout_s: float
+    handle: DeploymentHandle,
+    method: str,
+    message: bytes,
+    *,
+    timeout_s: float,
+    suffices: Callable[[Sequence[object]], bool] = lambda _: False,
 ) -> list[object]:
-    """What every live replica answers in bytes, without those that fail or are late."""
+    """What every live replica answers in bytes, without those that fail or are late.
+
+    Others are not waited for once the answers so far suffice.
+    """
     # Serve's own way of waiting gives nothing if one replica is late: one that hangs would hide
     # all others.
     answers = handle.options(**_BYTES).broadcast(method, message)
@@ -106,17 +115,21 @@ async def call_all(
             replies = await answers._fetch_replica_results_async()
     except (TimeoutError, RayError, RayServeException):
         return []
-    waiting = [asyncio.ensure_future(reply.get_async()) for reply in replies]
+    waiting = {asyncio.ensure_future(reply.get_async()) for reply in replies}
+    heard: list[object] = []
+    late_at = time.monotonic() + timeout_s
     try:
-        if waiting:
-            await asyncio.wait(waiting, timeout=timeout_s)
-        return [answer for asked in waiting if (answer := _answer_of(asked)) is not None]
+        while waiting and not suffices(heard) and (left_s := late_at - time.monotonic()) > 0:
+            done, waiting = await asyncio.wait(
+                waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            heard += [asked.result() for asked in done if _is_answered(asked)]
+        return heard
     finally:
         for asked in waiting:
-            asked.cancel()  # without effect on those that are done
+            asked.cancel()
 
 
-def _answer_of(asked: asyncio.Future[Any]) -> Any:
-    """What a replica has answered; None if it failed or has not."""
-    is_answered = asked.done() and not asked.cancelled() and asked.exception() is None
-    return asked.result() if is_answered else None
+def _is_answered(asked: asyncio.Future[Any]) -> bool:
+    """Whether a replica that is done with a call has not failed."""
+    return not asked.cancelled() and asked.exception() is None

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,56 +106,74 @@ def _draining(cluster: LocalCluster, secret: Secret) -> Iterator[None]:
         yield
     finally:
         running = _running(cluster)
-        if "Front" in running:
+        if running.get("Front"):
             _say(f"Stopping; running requests have {_DRAIN_S:g} s to finish ...")
-            _drain(cluster, secret, has_workers="Decode" in running)
+            _drain(
+                *(
+                    _Deployment(cluster, name, secret, num_replicas=running.get(name, 0))
+                    for name in ("Front", "Decode")
+                )
+            )
 
 
-def _running(cluster: LocalCluster) -> frozenset[str]:
-    """The deployments that have a replica: a Front has requests that wait for a decode worker."""
+def _running(cluster: LocalCluster) -> Mapping[str, int]:
+    """How many replicas each deployment has that run."""
     deployments = [item for app in cluster.status().applications for item in app.deployments]
-    return frozenset(item.name for item in deployments if item.num_running)
+    return {item.name: item.num_running for item in deployments}
 
 
-def _drain(cluster: LocalCluster, secret: Secret, *, has_workers: bool) -> None:
+def _drain(fronts: _Deployment, workers: _Deployment) -> None:
     """Fronts first: to one that knows nothing, a worker that stops is one to wait for again.
 
     And Fronts last: what has no worker, or one that does not drain, hears of nobody else.
     """
-    fronts, workers = (_Deployment(cluster, name, secret) for name in ("Front", "Decode"))
     fronts.tell(STOP_RESUMING, timeout_s=_FRONT_TIMEOUT_S)
-    if has_workers:
-        workers.tell(DRAIN, _DRAIN_S, timeout_s=_DRAIN_S + _DRAIN_MARGIN_S)
+    workers.tell(DRAIN, _DRAIN_S, timeout_s=_DRAIN_S + _DRAIN_MARGIN_S)
     fronts.tell(END_ALL, timeout_s=_FRONT_TIMEOUT_S)
     time.sleep(_LAST_REPLIES_S)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Deployment:
-    """All replicas of one deployment."""
+    """All replicas of one deployment, and the processes of them that know the secret."""
 
     cluster: LocalCluster
     name: str
     secret: Secret
+    num_replicas: int
+    present: frozenset[str] = frozenset()
 
     def tell(self, method: Method[None], *arguments: float, timeout_s: float) -> None:
-        """Have all that know the secret do something; what fails is logged."""
+        """Have all that know the secret do something; who does not is counted in the log.
+
+        A replica that does not say who it is, is told nothing, and nobody waits for it.
+        """
+        done: Collection[str] = ()
         try:
-            present = self._ask(ControlCall(self.secret, INTRODUCE), _INTRODUCE_TIMEOUT_S)
-            call = ControlCall(self.secret, method, *arguments, meant_for=present.keys())
-            done = self._ask(call, timeout_s)
+            if len(self.present) < self.num_replicas:
+                self.present |= self._ask(ControlCall(self.secret, INTRODUCE), _INTRODUCE_TIMEOUT_S)
+            if self.present:
+                call = ControlCall(self.secret, method, *arguments, meant_for=self.present)
+                done = self._ask(call, timeout_s, of=self.present)
         except Exception as error:  # noqa: BLE001  # no failure may keep the service from stopping
             logger.warning("%s.%s failed error=%r", self.name, method.name, error)
-            return
-        if not present or done.keys() != present.keys():
-            numbers = (len(done), len(present))
+        if len(done) < self.num_replicas:
+            numbers = (len(done), self.num_replicas)
             logger.warning("%s.%s done by %d of %d replicas", self.name, method.name, *numbers)
 
-    def _ask(self, call: ControlCall[None], timeout_s: float) -> dict[str, None]:
+    def _ask(
+        self, call: ControlCall[None], timeout_s: float, *, of: Collection[str] = ()
+    ) -> frozenset[str]:
+        """The processes that answer: all of them, or no more than those that are named."""
         answers = self.cluster.ask_all(
-            APP_NAME, self.name, CONTROL, call.message, timeout_s=timeout_s
+            APP_NAME,
+            self.name,
+            CONTROL,
+            call.message,
+            timeout_s=timeout_s,
+            suffices=lambda heard: bool(of) and call.is_answered_by(of, heard),
         )
-        return call.open_all(answers)
+        return frozenset(call.open_all(answers))
 
 
 def _welcome(url: str, model: str, seconds: float) -> str:

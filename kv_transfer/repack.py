@@ -112,7 +112,6 @@ class RepackPlan:
             raise ValueError(f"tokens {first_token} to {num_tokens} are no range")
         self._source_size = source.block_size
         self._own_size = own.block_size
-        self._first_wanted = first_token
         self._first_token = first_brought(
             first_token, source_size=source.block_size, own_size=own.block_size
         )
@@ -127,13 +126,13 @@ class RepackPlan:
     @property
     def source_blocks(self) -> range:
         """Indices, in the sequence, of the source's blocks that are needed."""
-        first = self._first_wanted // self._source_size
+        first = self._first_token // self._source_size
         return range(first, ceil_div(self._num_tokens, self._source_size))
 
     @property
     def own_blocks(self) -> range:
         """Indices, in the sequence, of our blocks that are written to."""
-        first = self._first_wanted // self._own_size
+        first = self._first_token // self._own_size
         return range(first, ceil_div(self._num_tokens, self._own_size))
 
     @property

@@ -106,9 +106,13 @@ class ScratchArenas:
         self._arena_bytes = arena_bytes
         self._max_arenas = max_arenas
         self._arenas: dict[int, ScratchArena] = {}
+        self._refused: dict[int, str] = {}
 
     def of(self, bytes_per_block: int) -> ScratchArena:
-        """For blocks of this size; `LinkRefusedError` if there is no memory for more of them."""
+        """For blocks of this size; `LinkRefusedError` if there is no memory for more of them.
+
+        Where there was none, none is asked for again: a device would be kept waiting by each try.
+        """
         arena = self._arenas.get(bytes_per_block)
         if arena is None:
             self._check_bounds(bytes_per_block)
@@ -116,6 +120,8 @@ class ScratchArenas:
         return arena
 
     def _check_bounds(self, bytes_per_block: int) -> None:
+        if bytes_per_block in self._refused:
+            raise LinkRefusedError(self._refused[bytes_per_block])
         if bytes_per_block > self._arena_bytes:
             raise LinkRefusedError(
                 f"a block of {bytes_per_block} bytes cannot be repacked in {self._arena_bytes}"
@@ -129,7 +135,11 @@ class ScratchArenas:
     def _make(self, bytes_per_block: int) -> ScratchArena:
         blocks_per_lot = max(1, self._lot_bytes // bytes_per_block)
         num_lots = self._arena_bytes // (blocks_per_lot * bytes_per_block)
-        memory = self.workspace.blocks(num_lots * blocks_per_lot, bytes_per_block)
+        try:
+            memory = self.workspace.blocks(num_lots * blocks_per_lot, bytes_per_block)
+        except LinkRefusedError as error:
+            self._refused[bytes_per_block] = str(error)
+            raise
         return ScratchArena(memory, blocks_per_lot=blocks_per_lot)
 
 

@@ -10,7 +10,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,9 +91,9 @@ class LocalCluster:
         port: int = 8000,
         num_cpus: float | None = None,
         num_gpus: float | None = None,
-        secret: Secret | None = None,
+        secret: Secret,
     ) -> None:
-        """Nothing starts yet; without a `secret` the workers of each start get a fresh one."""
+        """Nothing starts yet; `secret` is what the processes know each other by."""
         self._directory = directory
         self._host = host
         self._port = port
@@ -163,7 +163,7 @@ class LocalCluster:
             ports=instance.ports,
             launcher=launcher,
             token=token,
-            secret=self._secret or Secret.fresh(),
+            secret=self._secret,
             python_path=os.environ.get("PYTHONPATH", ""),
         )
         starting.enter_context(_environment(environment))
@@ -247,14 +247,22 @@ class LocalCluster:
         )
 
     def ask_all(
-        self, application: str, deployment: str, method: str, message: bytes, *, timeout_s: float
+        self,
+        application: str,
+        deployment: str,
+        method: str,
+        message: bytes,
+        *,
+        timeout_s: float,
+        suffices: Callable[[Sequence[object]], bool] = lambda _: False,
     ) -> list[object]:
         """What every replica of a deployment answers to a method of bytes.
 
-        Without those that fail or are late; nothing of it was unpickled here.
+        Without those that fail or are late, and those that are slower than answers that suffice;
+        nothing of it was unpickled here.
         """
         answers: list[object] = self._ray_node.ask_all_replicas(
-            application, deployment, method, message, timeout_s=timeout_s
+            application, deployment, method, message, timeout_s=timeout_s, suffices=suffices
         )
         return answers
 

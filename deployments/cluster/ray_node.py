@@ -24,7 +24,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,13 @@ def _is_controller_alive() -> bool:
 
 
 def ask_all_replicas(
-    application: str, deployment: str, method: str, message: bytes, *, timeout_s: float
+    application: str,
+    deployment: str,
+    method: str,
+    message: bytes,
+    *,
+    timeout_s: float,
+    suffices: Callable[[Sequence[object]], bool],
 ) -> list[object]:
     """See `call_all`; for who has no event loop."""
 
@@ -129,7 +135,7 @@ def ask_all_replicas(
         if not handle.is_initialized:  # Serve keeps one for each deployment
             # In throughput mode it would live on this loop, and outlive it.
             handle._init(_run_router_in_separate_loop=True)
-        return await call_all(handle, method, message, timeout_s=timeout_s)
+        return await call_all(handle, method, message, timeout_s=timeout_s, suffices=suffices)
 
     with _quiet("ray.serve"):
         return asyncio.run(ask())

@@ -47,8 +47,8 @@ class CudaDevice:
             self._stream.synchronize()
 
     def memory(self, num_bytes: int) -> torch.Tensor:
-        """Of the stream's own: what steps have freed there may still be in use by them."""
-        with self.apart():
+        """Of the stream's own: what steps have freed may still be in use by them."""
+        with torch.cuda.stream(self._stream):
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The seam to a GPU's memory, as transports need it: blocks as tensors, and four calls.
+"""The seam to a GPU's memory, as transports need it: blocks as tensors, and five calls.
 
 Whatever a transport does with a pool on a device it does by these; tests have a stand-in that is
 host memory of two processes. `cuda_device` is the real one, and was not run so far.
@@ -37,13 +37,20 @@ class DeviceMemory(BlockMemory, Protocol):
 
 
 class Device(Protocol):
-    """A GPU; used by the transfer thread alone."""
+    """A GPU; used by the transfer thread, but for `memory`, which any thread may ask for.
+
+    What raises anything else than is said has broken the GPU for this process, which is not to go
+    on.
+    """
 
     def apart(self) -> AbstractContextManager[None]:
         """What is asked of the device within waits for no step, and is done when it is left."""
 
     def memory(self, num_bytes: int) -> torch.Tensor:
-        """Memory on the device, with anything in it: uint8 `[num_bytes]`; RuntimeError if full."""
+        """Memory on the device, with anything in it: uint8 `[num_bytes]`. It waits for nothing.
+
+        torch.OutOfMemoryError if there is none left.
+        """
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         """Host memory that the device copies to and from at its best: uint8 `[num_bytes]`."""

@@ -24,16 +24,17 @@ class DeviceWorkspace:
     """`Workspace` of pools on one device."""
 
     def __init__(self, device: Device) -> None:
-        """Of this device; used by the transfer thread, but for `blocks`."""
+        """Of this device; see `Device` for which thread may call what."""
         self._device = device
 
     def blocks(self, num_blocks: int, bytes_per_block: int) -> BlockMemory:
         """All of it is taken at once, unlike on the host."""
         try:
             tensor = self._device.memory(num_blocks * bytes_per_block)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one
+        except torch.OutOfMemoryError as error:
             raise LinkRefusedError(
-                f"no memory on the device to repack {num_blocks} blocks of {bytes_per_block} bytes"
+                f"no memory on the device for {num_blocks} blocks of {bytes_per_block} bytes to "
+                "repack in"
             ) from error
         return _DeviceBlocks(tensor, num_blocks, bytes_per_block)
 

@@ -19,6 +19,7 @@ from ray import serve  # noqa: E402
 
 from deployments.cluster.errors import DeployError  # noqa: E402
 from deployments.cluster.local import LocalCluster  # noqa: E402
+from kv_transfer.authentication import Secret  # noqa: E402
 
 http = FastAPI()
 
@@ -64,7 +65,7 @@ def config(*, fails: bool) -> dict[str, Any]:
 
 
 def main(directory: str, port: str, first: str = "") -> None:
-    with LocalCluster(Path(directory), port=int(port)) as cluster:
+    with LocalCluster(Path(directory), port=int(port), secret=Secret.fresh()) as cluster:
         if first == "fail-first":
             try:
                 cluster.deploy(config(fails=True), timeout_s=120)

@@ -15,6 +15,7 @@ from typing import Any
 
 from configs.load import load
 from deployments.cluster.local import LocalCluster
+from kv_transfer.authentication import Secret
 
 DEPLOY_TIMEOUT_S = 240.0
 
@@ -28,7 +29,9 @@ def main(directory: str, port: int, preset: str, *overrides: str) -> None:
         "import_path": "deployments.app:build",
         "args": {"settings": settings.model_dump(mode="json")},
     }
-    with LocalCluster(Path(directory), host="127.0.0.1", port=port) as cluster:
+    with LocalCluster(
+        Path(directory), host="127.0.0.1", port=port, secret=Secret.fresh()
+    ) as cluster:
         for line in sys.stdin:
             application["deployments"] = json.loads(line)
             cluster.deploy({"applications": [application]}, timeout_s=DEPLOY_TIMEOUT_S)

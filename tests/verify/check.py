@@ -1,6 +1,7 @@
 """`make verify`: every state of the model within bounds, and a planted mistake for each property.
 
-With `--all` within larger bounds too, which takes a quarter of an hour and 5 GB: all searches run side by side.
+With `--all` within larger bounds too, which takes a quarter of an hour and 5 GB: all searches run
+side by side.
 
 Exits with 1 if a property fails, or if a planted mistake is not found by the property that is to
 find it.

@@ -156,10 +156,10 @@ class Holdings:
         """No transfer writes to a live sequence's blocks any more."""
         self.pool.unquarantine(sequence.unused_blocks)
 
-    def landed(self, sequence: Sequence, first_tokens: tuple[int, ...] = ()) -> None:
+    def landed(self, sequence: Sequence, first_tokens: tuple[int, ...]) -> None:
         """The prompt's KV has arrived, proved intact, in each group from its first token on.
 
-        Unless that is told, from the table's first block on.
+        Empty is all that the tables have place for.
         """
         sequence.first_tokens = first_tokens
         self.pool.release([block_id for block_ids in sequence.hits_aside for block_id in block_ids])

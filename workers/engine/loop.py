@@ -229,7 +229,7 @@ class Engine:
         first_token: int,
         logprobs: TokenLogprobs | None = None,
         *,
-        first_tokens: tuple[int, ...] = (),
+        first_tokens: tuple[int, ...],
     ) -> bool:
         """See `Scheduler.publish`: decode from first_token; False if the sequence has ended."""
         return self._control(

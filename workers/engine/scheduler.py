@@ -220,8 +220,8 @@ class Scheduler:
     ) -> bool:
         """The prompt's KV is in the blocks, proved intact: decode from first_token on.
 
-        In each group that of the tokens from the one in `first_tokens` on; unless it is told, of
-        all that the blocks have place for. False if the sequence has ended; the caller then owes
+        In each group that of the tokens from the one in `first_tokens` on; empty is of all that the
+        blocks have place for. False if the sequence has ended; the caller then owes
         the fence.
         """
         sequence = self._live_in(SequenceStatus.AWAITING_KV, sequence_id)

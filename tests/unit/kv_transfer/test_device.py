@@ -235,14 +235,22 @@ def test_what_is_no_handle_is_refused(handle: bytes) -> None:
 
 
 async def test_a_device_without_memory_to_repack_in_refuses_by_name() -> None:
+    """And is not asked again with every prompt: each time would keep it waiting."""
+
     class Full(SharedHostDevice):
+        asked = 0
+
         def memory(self, num_bytes: int) -> torch.Tensor:
+            self.asked += 1
             raise torch.OutOfMemoryError(f"tried to allocate {num_bytes} bytes")
 
-    scratch = ScratchArenas(DeviceWorkspace(Full()))
+    device = Full()
+    scratch = ScratchArenas(DeviceWorkspace(device))
     async with kv_link(cuda_ipc_transport(), own_size=8, scratch=scratch) as link:
-        with pytest.raises(LinkRefusedError, match="no memory on the device to repack"):
-            link.incoming(link.offer())
+        for name in ("first", "second"):
+            with pytest.raises(LinkRefusedError, match="no memory on the device for"):
+                link.incoming(link.offer(name))
+    assert device.asked == 1
 
 
 class LateView:
@@ -256,6 +264,7 @@ class LateView:
         return LateView(self._block[slices], self._asked)
 
     def __setitem__(self, slices: Any, value: Any) -> None:
+        assert LateWorkspace.is_apart, "a copy that nobody waits for"
         content = value._block if isinstance(value, LateView) else value
         self._asked.append(lambda: self._block.__setitem__(slices, content))
 
@@ -264,11 +273,14 @@ class LateWorkspace(DeviceWorkspace):
     """Its device has done nothing before it is waited for."""
 
     asked: ClassVar[list[Callable[[], None]]] = []
+    is_apart: ClassVar[bool] = False
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         with super().apart():
+            LateWorkspace.is_apart = True
             yield
+            LateWorkspace.is_apart = False
             for copy in self.asked:
                 copy()
             self.asked.clear()

@@ -244,7 +244,7 @@ async def test_a_prompt_that_was_computed_elsewhere_is_not_waited_with(rig):
     sequence_id = rig.submit(sink, mode=SequenceMode.AWAIT_KV, max_tokens=2)
     admitted = await sink.until(Admitted)
     rig.runner.write(admitted.block_tables[0].block_ids, PROMPT)  # the transfer
-    rig.engine.publish(sequence_id, 7)
+    rig.engine.publish(sequence_id, 7, first_tokens=())
     assert isinstance(await sink.end(), SequenceFinished)
 
 
@@ -255,7 +255,7 @@ async def test_sequence_handed_over_gets_the_same_tokens(rig):
     sequence_id = rig.submit(here, mode=SequenceMode.AWAIT_KV)
     admitted = await here.until(Admitted)
     rig.runner.write(admitted.block_tables[0].block_ids, PROMPT)  # the transfer
-    assert rig.engine.publish(sequence_id, first.first_token)
+    assert rig.engine.publish(sequence_id, first.first_token, first_tokens=())
     rig.engine.release(held)
     await here.end()
     assert here.token_ids == generate(PROMPT, 4)
@@ -405,7 +405,7 @@ async def test_second_failure_in_a_row_ends_the_engine_and_every_sequence(rig):
     assert rig.engine.failure is error
     assert rig.cores.told[-1] == "rest"
     assert not rig.engine.healthy
-    assert not rig.engine.publish(waiting_id, 1)
+    assert not rig.engine.publish(waiting_id, 1, first_tokens=())
     with pytest.raises(WorkerStoppingError):
         rig.submit(Recorder())
 
