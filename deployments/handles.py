@@ -115,15 +115,16 @@ async def call_all(
             replies = await answers._fetch_replica_results_async()
     except (TimeoutError, RayError, RayServeException):
         return []
-    waiting = {asyncio.ensure_future(reply.get_async()) for reply in replies}
+    calls = [asyncio.ensure_future(reply.get_async()) for reply in replies]
+    waiting = set(calls)
     heard: list[object] = []
     late_at = time.monotonic() + timeout_s
     try:
         while waiting and not suffices(heard) and (left_s := late_at - time.monotonic()) > 0:
-            done, waiting = await asyncio.wait(
+            _, waiting = await asyncio.wait(
                 waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
             )
-            heard += [asked.result() for asked in done if _is_answered(asked)]
+            heard = [asked.result() for asked in calls if _is_answered(asked)]
         return heard
     finally:
         for asked in waiting:
@@ -131,5 +132,5 @@ async def call_all(
 
 
 def _is_answered(asked: asyncio.Future[Any]) -> bool:
-    """Whether a replica that is done with a call has not failed."""
-    return not asked.cancelled() and asked.exception() is None
+    """Whether a replica is done with a call, and has not failed."""
+    return asked.done() and not asked.cancelled() and asked.exception() is None

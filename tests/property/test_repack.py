@@ -36,11 +36,13 @@ def layouts(draw):
             first_head=number * heads // of,
         )
 
-    source_size, own_size = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    own_size = draw(st.integers(1, 9))
     source_split, own_split = draw(st.sampled_from(SPLITS)), draw(st.sampled_from(SPLITS))
     num_tokens = draw(st.integers(1, 40))
     own = rank(own_size, own_split, draw(st.integers(0, own_split - 1)))
-    sources = [rank(source_size, source_split, number) for number in range(source_split)]
+    sources = [
+        rank(draw(st.integers(1, 9)), source_split, number) for number in range(source_split)
+    ]
     first_token = draw(st.integers(0, num_tokens - 1))
     return sources, own, first_token, num_tokens, draw(st.integers(0, 2**32))
 
@@ -71,12 +73,12 @@ def repack_one_by_one(sources, pools, tables, own, memory, table, first_token, n
     nothing for the beginning of our block, there are zeros.
     """
     begin = first_token // own.block_size * own.block_size
-    brought = first_token // sources[0].block_size * sources[0].block_size
     places = product(
         range(begin, num_tokens), range(own.num_layers), range(2), range(own.num_heads)
     )
     for token, layer, kind, head in places:
         rank, there = divmod(own.first_head + head, sources[0].num_heads)
+        brought = first_token // sources[rank].block_size * sources[rank].block_size
         head_of(memory, table, own, token, layer, kind, head)[:] = (
             head_of(pools[rank], tables[rank], sources[rank], token, layer, kind, there)
             if token >= brought
@@ -129,10 +131,13 @@ def shares_heads(source, own):
 def test_every_byte_is_where_the_reference_puts_it(case):
     sources, own, first_token, num_tokens, seed = case
     rng = random.Random(seed)
-    num_source = ceil_div(num_tokens, sources[0].block_size)
     num_own = ceil_div(num_tokens, own.block_size)
-    tables = [shuffled(num_source, rng) for _ in sources]
-    pools = [filled(num_source + 3, shape, seed + i) for i, shape in enumerate(sources, 1)]
+    lengths = [ceil_div(num_tokens, shape.block_size) for shape in sources]
+    tables = [shuffled(length, rng) for length in lengths]
+    pools = [
+        filled(length + 3, shape, seed + i)
+        for i, (length, shape) in enumerate(zip(lengths, sources, strict=True), 1)
+    ]
     table = shuffled(num_own, rng)
     memory, expected = (filled(num_own + 3, own, seed) for _ in range(2))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from ray.exceptions import RayError
 
@@ -48,6 +49,18 @@ async def test_what_an_answer_is_made_of_is_not_unpickled():
 async def test_a_replica_that_fails_or_hangs_hides_nobody_else():
     handle = FakeHandle([dead, one, hanging, two])
     assert await call_all(handle, "x", b"x", timeout_s=0.01) == [b"x1", b"x2"]
+
+
+async def test_nobody_waits_for_more_answers_than_suffice():
+    async def first(message: bytes) -> bytes:
+        return message
+
+    def has_one(heard: Sequence[object]) -> bool:
+        return len(heard) == 1
+
+    handle = FakeHandle([hanging, first, hanging])
+    async with asyncio.timeout(10):
+        assert await call_all(handle, "x", b"x", timeout_s=60, suffices=has_one) == [b"x"]
 
 
 async def test_a_pool_without_replicas_answers_nothing():
