@@ -12,6 +12,7 @@ from deployments.channel.address import ChannelAddress
 from deployments.control_call import CHANNEL_ADDRESS, ControlCall, ControlDoor
 from deployments.handles import ask_all, call_all
 from kv_transfer.sealing import REFUSAL
+from tests.fakes.control_call import GullibleGate, unsealed
 from tests.fakes.handle import FakeHandle, Reply, hanging
 from tests.fakes.prefill_call import OTHER_SECRET, SECRET
 
@@ -28,10 +29,14 @@ async def dead(_: bytes) -> bytes:
     raise RayError
 
 
-def decode(worker: str, secret=SECRET) -> Reply:
-    """A decode worker that knows a secret, whatever it is called with."""
-    address = ChannelAddress(worker=worker, host="127.0.0.1", port=1)
-    return ControlDoor(CallGate(secret), {CHANNEL_ADDRESS: lambda: address}).answer
+def address_of(worker: str) -> ChannelAddress:
+    return ChannelAddress(worker=worker, host="127.0.0.1", port=1)
+
+
+def decode(worker: str, gate: CallGate | None = None) -> Reply:
+    """A decode worker behind a gate, or one that knows the secret."""
+    address = address_of(worker)
+    return ControlDoor(gate or CallGate(SECRET), {CHANNEL_ADDRESS: lambda: address}).answer
 
 
 async def test_every_replica_s_answer_comes_back():
@@ -69,12 +74,15 @@ async def test_a_pool_without_replicas_answers_nothing():
 
 
 async def test_who_does_not_know_the_secret_is_as_if_silent_and_hides_nobody():
-    """A worker of another deployment, one that refuses, and one that repeats what it is sent."""
+    """Of who refuses, repeats what it is sent, and answers as a worker does: under another secret,
+    or under none."""
 
     async def refusing(_: bytes) -> bytes:
         return REFUSAL
 
-    replicas = [decode("c", OTHER_SECRET), decode("a"), refusing, one, decode("b")]
+    other, gullible = decode("c", CallGate(OTHER_SECRET)), decode("d", GullibleGate())
+    plain = unsealed(address_of("e"))
+    replicas = [other, gullible, decode("a"), refusing, one, plain, decode("b")]
     call = ControlCall(SECRET, CHANNEL_ADDRESS)
 
     said = await ask_all(FakeHandle(replicas), call, timeout_s=30)

@@ -18,6 +18,7 @@ from deployments.metrics import WorkerSnapshot
 from deployments.worker_metrics import decode_snapshot, prefill_snapshot
 from tests.fakes.backend import tokens_then_end
 from tests.fakes.clock import FakeClock
+from tests.fakes.control_call import GullibleGate, unsealed
 from tests.fakes.front import MODEL, client_of, ids_of, make_codec, make_front
 from tests.fakes.handle import FakeHandle, Reply, hanging
 from tests.fakes.prefill_call import OTHER_SECRET, SECRET
@@ -40,15 +41,19 @@ STOCK = {
 BY_CONFIGURATION = {**OWN, "runner_source": "configuration", "runners": []}
 
 
-def worker(worker_id: str, runner: RunnerChoice | None, secret=SECRET) -> Reply:
+def snapshot_of(worker_id: str, runner: RunnerChoice | None) -> WorkerSnapshot:
+    """One that says how a worker runs the model."""
+    return WorkerSnapshot(worker_id=worker_id, role="any", samples=(), runner=runner)
+
+
+def worker(worker_id: str, runner: RunnerChoice | None, gate: CallGate | None = None) -> Reply:
     """A replica whose snapshot says how it runs the model."""
-    snapshot = WorkerSnapshot(worker_id=worker_id, role="any", samples=(), runner=runner)
-    return replica(lambda: snapshot, secret)
+    return replica(lambda: snapshot_of(worker_id, runner), gate)
 
 
-def replica(snapshot: Callable[[], WorkerSnapshot], secret=SECRET) -> Reply:
-    """One that is asked for nothing else."""
-    return ControlDoor(CallGate(secret), {SNAPSHOT: snapshot}).answer
+def replica(snapshot: Callable[[], WorkerSnapshot], gate: CallGate | None = None) -> Reply:
+    """One that is asked for nothing else; it knows the secret, or has a gate of its own."""
+    return ControlDoor(gate or CallGate(SECRET), {SNAPSHOT: snapshot}).answer
 
 
 def front_over(decode: FakeHandle, prefill: FakeHandle, clock: FakeClock) -> FrontService:
@@ -151,8 +156,16 @@ async def test_what_workers_said_holds_until_another_says_something_else(monkeyp
         assert (await shown(client))["runners"] == [{**OWN, "workers": ["decode-0"]}]
 
 
-async def test_a_worker_that_does_not_know_the_secret_is_shown_nowhere():
-    impostor = worker("decode-1", GAVE_WAY, OTHER_SECRET)
+@pytest.mark.parametrize(
+    "impostor",
+    [
+        worker("decode-1", GAVE_WAY, CallGate(OTHER_SECRET)),
+        worker("decode-1", GAVE_WAY, GullibleGate()),
+        unsealed(snapshot_of("decode-1", GAVE_WAY)),
+    ],
+    ids=["refuses", "answers all the same", "answers unsealed"],
+)
+async def test_a_worker_that_does_not_know_the_secret_is_shown_nowhere(impostor):
     decode = FakeHandle([impostor, worker("decode-0", CONFIGURED)])
     async with client_of(front_over(decode, FakeHandle([impostor]), FakeClock())) as client:
         assert (await shown(client))["runners"] == [{**OWN, "workers": ["decode-0"]}]
