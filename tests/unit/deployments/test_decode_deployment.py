@@ -10,11 +10,14 @@ import pytest
 import deployments.decode
 import workers.assembly
 from configs.schema import Settings
-from deployments.control_call import CHANNEL_ADDRESS, DRAIN, INTRODUCE, ControlCall
+from deployments.channel.stream import ChannelLostError
+from deployments.control_call import CHANNEL_ADDRESS, DRAIN, INTRODUCE, SNAPSHOT, ControlCall
 from deployments.decode import Decode
+from deployments.metrics import WorkerSnapshot, sample
 from kv_transfer.sealing import REFUSAL
-from tests.fakes.channel import FakeWorker
+from tests.fakes.channel import FakeWorker, raw_front
 from tests.fakes.prefill_call import OTHER_SECRET, SECRET
+from tests.fakes.until import until
 
 
 class FakeDecodeWorker(FakeWorker):
@@ -91,5 +94,28 @@ async def test_a_replica_drains_for_who_knows_its_secret_alone(built):
         call = ControlCall(SECRET, DRAIN, 5.0, meant_for=names)
         assert call.open_all([await replica.control(call.message)]) == names
         assert replica._worker.drains == [5.0]
+    finally:
+        await Decode.__del__(replica)
+
+
+async def test_a_replica_shows_the_strangers_at_its_channel_and_at_its_gate(built, monkeypatch):
+    def shown(_: object, *, num_strangers: int) -> WorkerSnapshot:
+        samples = (sample("baton_strangers_total", num_strangers),)
+        return WorkerSnapshot(worker_id="decode-0", role="decode", samples=samples)
+
+    monkeypatch.setattr(deployments.decode, "decode_snapshot", shown)
+    replica = Replica.__new__(Replica)
+    await replica.__init__(Settings())
+    try:
+        asked = ControlCall(SECRET, CHANNEL_ADDRESS)
+        (address,) = asked.open_all([await replica.control(asked.message)]).values()
+        with pytest.raises(ChannelLostError):
+            await raw_front(address, OTHER_SECRET)
+        await until(lambda: replica._channel.num_strangers == 1)
+        for stranger in ("snapshot", ControlCall(OTHER_SECRET, SNAPSHOT).message):
+            assert await replica.control(stranger) == REFUSAL
+        call = ControlCall(SECRET, SNAPSHOT)
+        (snapshot,) = call.open_all([await replica.control(call.message)]).values()
+        assert snapshot == shown(None, num_strangers=1 + 2)
     finally:
         await Decode.__del__(replica)

@@ -11,10 +11,12 @@ from ray.serve._private.replica import Replica as ServeReplica
 import deployments.prefill
 import workers.assembly
 from configs.schema import Settings
+from deployments.control_call import SNAPSHOT, ControlCall
+from deployments.metrics import WorkerSnapshot, sample
 from deployments.prefill import Prefill
 from deployments.prefill_call import PrefillCall
 from kv_transfer.sealing import REFUSAL
-from tests.fakes.prefill_call import SECRET, FakePrefill, answers, prefill_request
+from tests.fakes.prefill_call import OTHER_SECRET, SECRET, FakePrefill, answers, prefill_request
 from tests.fakes.until import until
 
 GRACE_S = 5.0
@@ -113,3 +115,18 @@ async def test_a_replica_hears_and_answers_who_knows_its_secret_alone(worker):
     heard = [call.open(answer) async for answer in replica.prefill(call.message)]
     assert heard == list(answers())
     assert worker.prefill.requests == [request]
+
+
+async def test_a_replica_shows_the_strangers_at_both_of_its_doors(worker, monkeypatch):
+    def shown(_: object, *, num_strangers: int) -> WorkerSnapshot:
+        samples = (sample("baton_strangers_total", num_strangers),)
+        return WorkerSnapshot(worker_id="prefill-0", role="prefill", samples=samples)
+
+    monkeypatch.setattr(deployments.prefill, "prefill_snapshot", shown)
+    replica = await replica_made()
+    assert [answer async for answer in replica.prefill(prefill_request())] == [REFUSAL]
+    for stranger in ("snapshot", ControlCall(OTHER_SECRET, SNAPSHOT).message):
+        assert await replica.control(stranger) == REFUSAL
+    call = ControlCall(SECRET, SNAPSHOT)
+    (snapshot,) = call.open_all([await replica.control(call.message)]).values()
+    assert snapshot == shown(None, num_strangers=1 + 2)
