@@ -12,24 +12,14 @@ from deployments.call_gate import CallGate
 from deployments.cluster.local import ApplicationState, ClusterStatus, DeploymentState
 from deployments.control_call import DRAIN, END_ALL, STOP_RESUMING, ControlDoor
 from deployments.serving import _draining
-from kv_transfer.authentication import Purpose, Secret
-from kv_transfer.sealing import OpenedCall
+from kv_transfer.authentication import Secret
+from tests.fakes.control_call import GullibleGate
 from tests.fakes.prefill_call import OTHER_SECRET, SECRET
 
 FRONT_FIRST, WORKERS, FRONT_LAST = "Front.stop_resuming", "Decode.drain", "Front.end_all"
 
 
 METHODS = {"Front": (STOP_RESUMING, END_ALL), "Decode": (DRAIN,)}
-
-
-class Gullible(CallGate):
-    """Of an impostor: it takes whatever comes, and answers as if it knew the secret."""
-
-    def open(self, purpose: Purpose, message: object) -> OpenedCall:
-        assert isinstance(message, bytes)
-        call = OpenedCall(SECRET, purpose, message)  # a short way to what anybody can read in it
-        call._answerer_key = OTHER_SECRET.key(purpose.value, b"answerer")
-        return call
 
 
 SILENT = None
@@ -56,7 +46,7 @@ class FakeCluster:
     def _door(self, name: str, secret: Secret | None) -> ControlDoor | None:
         if secret is SILENT:
             return None
-        gate = Gullible(secret) if secret is OTHER_SECRET else CallGate(secret)
+        gate = GullibleGate() if secret is OTHER_SECRET else CallGate(secret)
         return ControlDoor(gate, self._handlers(name, is_true=secret is SECRET))
 
     def _handlers(self, deployment: str, *, is_true: bool) -> dict[object, Callable[..., None]]:
