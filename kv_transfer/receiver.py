@@ -62,8 +62,8 @@ class KVReceiver:
         """Prepare to write into `memory`, over the best of `transports` that a peer allows.
 
         They are named best first; `broken` would come before the last one, but do not start here.
-        `scratch` is where blocks of other shapes go first, in the kind of memory that `memory` is;
-        it must be given for a pool on a device. `lease_s` is the one that prefill
+        `scratch` is where blocks of other shapes go first: in memory of the pool's kind, the host's
+        unless it is told, or it raises ValueError. `lease_s` is the one that prefill
         workers grant.
         """
         self._memory = memory
@@ -72,6 +72,11 @@ class KVReceiver:
         usable = [Offer.of(transport) for transport in transports]
         self._offers = (*usable[:-1], *broken, *usable[-1:])
         self._scratch = scratch or ScratchArenas()
+        if self._scratch.workspace.kind != memory.kind:
+            raise ValueError(
+                f"blocks of a pool in {memory.kind} memory cannot be repacked in "
+                f"{self._scratch.workspace.kind} memory"
+            )
         self._links: dict[str, Choice] = {}
         self._renew_every_s = lease_s / RENEWALS_PER_LEASE
         self._clock = clock

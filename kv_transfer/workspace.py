@@ -32,6 +32,10 @@ class BlockView(Protocol):
 class Workspace(Protocol):
     """Makes scratch memory, and shows blocks there and in the pool as what they hold."""
 
+    @property
+    def kind(self) -> MemoryKind:
+        """Of the memory that it works in."""
+
     def blocks(self, num_blocks: int, bytes_per_block: int) -> BlockMemory:
         """Memory for scratch blocks; `LinkRefusedError` if there is none left."""
 
@@ -44,6 +48,8 @@ class Workspace(Protocol):
 
 class HostWorkspace:
     """Of pools in host memory."""
+
+    kind: MemoryKind = "host"
 
     def blocks(self, num_blocks: int, bytes_per_block: int) -> BlockMemory:
         """Side by side, as NIXL registers them; the host has memory only for what is used."""

@@ -23,6 +23,8 @@ __all__ = ["DeviceWorkspace"]
 class DeviceWorkspace:
     """`Workspace` of pools on one device."""
 
+    kind: MemoryKind = "cuda"
+
     def __init__(self, device: Device) -> None:
         """Of this device; see `Device` for which thread may call what."""
         self._device = device

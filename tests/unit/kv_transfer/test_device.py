@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.geometry import BlockId
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.scratch import ScratchArenas
 from kv_transfer.transport import CorruptTransferError, LinkRefusedError
 from kv_transfer.transports import staged
@@ -251,6 +252,33 @@ async def test_a_device_without_memory_to_repack_in_refuses_by_name() -> None:
             with pytest.raises(LinkRefusedError, match="no memory on the device for"):
                 link.incoming(link.offer(name))
     assert device.asked == 1
+
+
+def test_scratch_is_where_the_pool_is() -> None:
+    pool = DeviceBytes(ByteMemory(2, 64))
+    me = peer_info("decode-0", "d-1", bytes_per_block=64)
+    with pytest.raises(ValueError, match="pool in cuda memory cannot be repacked in host memory"):
+        KVReceiver(memory=pool, me=me, transports=[cuda_ipc_transport()])
+
+
+def test_scratch_of_a_gpu_is_of_the_stream_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it may be what a step that still runs has given back."""
+    current: list[object] = []
+
+    @contextmanager
+    def stream(of: object) -> Iterator[None]:
+        current.append(of)
+        yield
+        current.pop()
+
+    def empty(num_bytes: int, **_: object) -> tuple[int, object]:
+        return num_bytes, current[-1]
+
+    device = FakeCuda("GPU-a")
+    device._stream = "the copies'"
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch, "empty", empty)
+    assert device.memory(64) == (64, "the copies'")
 
 
 class LateView:
