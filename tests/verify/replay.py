@@ -218,7 +218,7 @@ class Replay:
         self._pull(r).apply(Publish())
         self.requests[r].drop_pull()
         self.decode.roster.start_decoding(self._sequence(r))
-        self.decode.holdings.landed(self._sequence(r))
+        self.decode.holdings.landed(self._sequence(r), ())
 
     def e_publish_ended(self, r: int) -> None:
         self._pull(r).apply(Publish())
