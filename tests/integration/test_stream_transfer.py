@@ -128,19 +128,19 @@ async def test_scratch_of_a_stopped_owner_is_written_to_by_nobody_after_the_fenc
         await owner.offer(key, decode.me, [blocks[:60], []])
         transfer = decode.incoming(owner, key, places)
         pulling = asyncio.create_task(transfer.pull())
-        await until(lambda: any(arena.block(BlockId(0))[:64]))
+        await until(lambda: any(arena.memory.block(BlockId(0))[:64]))
         owner.signal(signal.SIGSTOP)
         with pytest.raises(PeerLostError, match=r"nothing from the peer|no read has ended"):
             await pulling
-        assert not any(arena.block(BlockId(59))[:64])
+        assert not any(arena.memory.block(BlockId(59))[:64])
         await transfer.wait_quiesced()
         assert arena.free_lots == 1
         for block_id in blocks:
-            arena.block(BlockId(block_id))[:] = bytes([MARK]) * size
+            arena.memory.block(BlockId(block_id))[:] = bytes([MARK]) * size
         decode.mark(places)
         owner.signal(signal.SIGCONT)
         await until(lambda: "t" in owner.ended or not owner.is_running)
-        assert all(arena.block(BlockId(block_id)) == bytes([MARK]) * size for block_id in blocks)
+        assert all(arena.memory.block(BlockId(block_id)) == bytes([MARK]) * size for block_id in blocks)
         assert decode.is_marked(places)
         assert owner.is_running or kind is NIXL_TCP  # see above
 
