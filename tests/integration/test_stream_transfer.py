@@ -140,7 +140,9 @@ async def test_scratch_of_a_stopped_owner_is_written_to_by_nobody_after_the_fenc
         decode.mark(places)
         owner.signal(signal.SIGCONT)
         await until(lambda: "t" in owner.ended or not owner.is_running)
-        assert all(arena.memory.block(BlockId(block_id)) == bytes([MARK]) * size for block_id in blocks)
+        assert all(
+            arena.memory.block(BlockId(block_id)) == bytes([MARK]) * size for block_id in blocks
+        )
         assert decode.is_marked(places)
         assert owner.is_running or kind is NIXL_TCP  # see above
 
