@@ -128,7 +128,7 @@ class DeploymentPlan:
     @property
     def repacks(self) -> bool:
         """Whether what prefill hands over comes in blocks of another size."""
-        return self.prefill is not None and self.prefill.layout != self.decode.layout
+        return _repacks(self.workers)
 
     @property
     def total_pool_bytes(self) -> int:
@@ -367,11 +367,14 @@ def _group_bytes(transfer: TransferSettings, gpus: GpuOutlook | None) -> int:
     return gpus.nccl.worker_bytes if "torch" in gpu_ways(transfer) else 0
 
 
+def _repacks(workers: Sequence[WorkerPlan]) -> bool:
+    decode, *others = workers
+    return any(worker.layout != decode.layout for worker in others)
+
+
 def _scratch_bytes(workers: Sequence[WorkerPlan]) -> int:
     """Of all decode workers, where prefill's blocks are of another size."""
-    decode, *others = workers
-    differs = any(worker.layout != decode.layout for worker in others)
-    return decode.replicas * ARENA_BYTES if differs else 0
+    return workers[0].replicas * ARENA_BYTES if _repacks(workers) else 0
 
 
 def _memory_check(
